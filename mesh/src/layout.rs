@@ -1,0 +1,243 @@
+//! `ParallelLayout`: checked degrees, the weight view and the token view of the same ranks, and every derived size.
+//!
+//! Resolving what a user said into these sizes is `args.rs`; which ranks form which group is `groups.rs`.
+
+use crate::axis::{Axis, Grid};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// The context-parallel degree that was asked for: replicas of a weight shard that share a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct ConfiguredCp(pub u32);
+
+/// The context-parallel degree that attention and slicing use: configured CP times sequence shards inside GTP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct RuntimeCp(pub u32);
+
+/// Where configured CP stands among the dense axes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RankOrder {
+    /// TP, GTP-sequence, GTP-batch, CP, DP, PP.
+    #[default]
+    GtpInsideCp,
+    /// TP, CP, GTP-sequence, GTP-batch, DP, PP: an older order, for comparing rank by rank with runs that used it.
+    CpInsideGtp,
+}
+
+/// The free sizes of a dense layout; everything else follows from them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayoutSizes {
+    /// Ranks of this grid.
+    pub world_size: u32,
+    /// First rank of this grid in the job.
+    pub rank_offset: u32,
+    /// Tensor parallel degree.
+    pub tp: u32,
+    /// Pipeline parallel degree.
+    pub pp: u32,
+    /// Configured context parallel degree.
+    pub cp: ConfiguredCp,
+    /// GTP_remat degree: weight shards ÷ TP.
+    pub gtp: u32,
+    /// Sequence shards inside GTP_remat.
+    pub gtp_sequence_shards: u32,
+    /// Order of the axes.
+    pub order: RankOrder,
+}
+
+/// A dense layout whose divisions are all exact.
+///
+/// Two views of the same ranks: the *weight view* (TP × GTP cut weights, configured CP × DP replicate them) and the
+/// *token view* (DP × GTP-batch hand out samples, configured CP × GTP-sequence cut sequences).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "LayoutSizes", into = "LayoutSizes")]
+pub struct ParallelLayout {
+    sizes: LayoutSizes,
+}
+
+/// Sizes that make no layout.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LayoutError {
+    /// A size is zero.
+    #[error("{size} is 0; every degree is at least 1")]
+    Zero {
+        /// Which size.
+        size: &'static str,
+    },
+    /// Sequence shards do not divide the GTP group.
+    #[error("GTP degree {gtp} cannot be cut into {sequence_shards} sequence shards: {gtp} % {sequence_shards} != 0")]
+    SequenceShards {
+        /// GTP_remat degree.
+        gtp: u32,
+        /// Sequence shards inside it.
+        sequence_shards: u32,
+    },
+    /// One model copy does not divide the world.
+    #[error(
+        "world size {world_size} is not a multiple of TP {tp} × PP {pp} × CP {cp} × GTP {gtp} = {minimum}"
+    )]
+    World {
+        /// Ranks there are.
+        world_size: u32,
+        /// Tensor parallel degree.
+        tp: u32,
+        /// Pipeline parallel degree.
+        pp: u32,
+        /// Configured context parallel degree.
+        cp: u32,
+        /// GTP_remat degree.
+        gtp: u32,
+        /// Their product.
+        minimum: u64,
+    },
+}
+
+impl ParallelLayout {
+    /// Checks `sizes`.
+    ///
+    /// # Errors
+    /// A zero size, sequence shards that do not divide the GTP degree, or a world that is no multiple of one model copy.
+    pub fn new(sizes: LayoutSizes) -> Result<Self, LayoutError> {
+        let LayoutSizes { world_size, tp, pp, cp, gtp, gtp_sequence_shards, .. } = sizes;
+        let named = [
+            ("world size", world_size),
+            ("TP", tp),
+            ("PP", pp),
+            ("CP", cp.0),
+            ("GTP", gtp),
+            ("the number of sequence shards", gtp_sequence_shards),
+        ];
+        if let Some((size, _)) = named.into_iter().find(|(_, value)| *value == 0) {
+            return Err(LayoutError::Zero { size });
+        }
+        if !gtp.is_multiple_of(gtp_sequence_shards) {
+            return Err(LayoutError::SequenceShards { gtp, sequence_shards: gtp_sequence_shards });
+        }
+        let minimum = [tp, pp, cp.0, gtp].iter().map(|size| u64::from(*size)).fold(1, u64::saturating_mul);
+        if !u64::from(world_size).is_multiple_of(minimum) {
+            return Err(LayoutError::World { world_size, tp, pp, cp: cp.0, gtp, minimum });
+        }
+        Ok(ParallelLayout { sizes })
+    }
+
+    /// One rank, all degrees 1.
+    pub fn single() -> Self {
+        ParallelLayout {
+            sizes: LayoutSizes {
+                world_size: 1,
+                rank_offset: 0,
+                tp: 1,
+                pp: 1,
+                cp: ConfiguredCp(1),
+                gtp: 1,
+                gtp_sequence_shards: 1,
+                order: RankOrder::GtpInsideCp,
+            },
+        }
+    }
+
+    /// The free sizes.
+    pub fn sizes(&self) -> LayoutSizes {
+        self.sizes
+    }
+
+    /// Ranks of this grid.
+    pub fn world_size(&self) -> u32 {
+        self.sizes.world_size
+    }
+
+    /// Tensor parallel degree.
+    pub fn tp(&self) -> u32 {
+        self.sizes.tp
+    }
+
+    /// Pipeline parallel degree.
+    pub fn pp(&self) -> u32 {
+        self.sizes.pp
+    }
+
+    /// Context parallel degree as asked for.
+    pub fn configured_cp(&self) -> ConfiguredCp {
+        self.sizes.cp
+    }
+
+    /// GTP_remat degree: peers over which a TP-local weight is cut and gathered.
+    pub fn gtp(&self) -> u32 {
+        self.sizes.gtp
+    }
+
+    /// Sequence shards inside GTP_remat.
+    pub fn gtp_sequence_shards(&self) -> u32 {
+        self.sizes.gtp_sequence_shards
+    }
+
+    /// Batch shards inside GTP_remat: GTP ÷ its sequence shards.
+    pub fn gtp_batch_shards(&self) -> u32 {
+        self.sizes.gtp / self.sizes.gtp_sequence_shards
+    }
+
+    /// Residual data parallel degree.
+    pub fn dp(&self) -> u32 {
+        self.sizes.world_size / (self.sizes.tp * self.sizes.pp * self.sizes.cp.0 * self.sizes.gtp)
+    }
+
+    /// Ranks with different samples per (PP, TP, CP) coordinate: DP × batch shards.
+    pub fn batch_parallel_size(&self) -> u32 {
+        self.dp() * self.gtp_batch_shards()
+    }
+
+    /// Ranks that hold the same weight shard: configured CP × DP.
+    pub fn num_weight_replicas(&self) -> u32 {
+        self.sizes.cp.0 * self.dp()
+    }
+
+    /// Context parallel degree of attention and slicing: configured CP × sequence shards.
+    pub fn runtime_cp(&self) -> RuntimeCp {
+        RuntimeCp(self.sizes.cp.0 * self.sizes.gtp_sequence_shards)
+    }
+
+    /// The ranks as a grid.
+    pub fn grid(&self) -> Grid {
+        let s = &self.sizes;
+        let cp = (Axis::Cp, s.cp.0);
+        let gtp = [(Axis::Seq, s.gtp_sequence_shards), (Axis::Bat, self.gtp_batch_shards())];
+        let mut axes = vec![(Axis::Tp, s.tp)];
+        match s.order {
+            RankOrder::GtpInsideCp => axes.extend([gtp[0], gtp[1], cp]),
+            RankOrder::CpInsideGtp => axes.extend([cp, gtp[0], gtp[1]]),
+        }
+        axes.extend([(Axis::Dp, self.dp()), (Axis::Pp, s.pp)]);
+        Grid::new(s.rank_offset, axes)
+    }
+}
+
+impl TryFrom<LayoutSizes> for ParallelLayout {
+    type Error = LayoutError;
+
+    fn try_from(sizes: LayoutSizes) -> Result<Self, LayoutError> {
+        ParallelLayout::new(sizes)
+    }
+}
+
+impl From<ParallelLayout> for LayoutSizes {
+    fn from(layout: ParallelLayout) -> LayoutSizes {
+        layout.sizes
+    }
+}
+
+/// `TP 2 · weight shards 4 · CP 2 · sequence shards 2 · DP 1 · world 8`, the way a person compares layouts.
+impl fmt::Display for ParallelLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "TP {} · GTP {}", self.tp(), self.gtp())?;
+        if self.gtp() > 1 {
+            write!(f, " ({} sequence × {} batch)", self.gtp_sequence_shards(), self.gtp_batch_shards())?;
+        }
+        write!(f, " · CP {} · DP {}", self.sizes.cp.0, self.dp())?;
+        if self.pp() > 1 {
+            write!(f, " · PP {}", self.pp())?;
+        }
+        write!(f, " · world {}", self.world_size())
+    }
+}

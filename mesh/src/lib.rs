@@ -1,0 +1,26 @@
+//! Where everything lies: ranks, layouts, process groups, boxes and shards. Pure arithmetic, the same on every rank.
+//!
+//! State is a set of global tensors; a layout only decides which box of each tensor a rank holds. This crate knows no
+//! files, bytes, devices, threads or time.
+
+#![forbid(unsafe_code)]
+
+mod axis;
+mod groups;
+mod layout;
+mod placement;
+mod rank;
+mod region;
+mod shape;
+mod shard;
+
+pub use axis::{Axis, Grid};
+pub use groups::{Group, GroupKind, GroupTable, MissingGroups, ProcessGroups, UnknownGroup};
+pub use layout::{ConfiguredCp, LayoutError, LayoutSizes, ParallelLayout, RankOrder, RuntimeCp};
+pub use placement::{Cut, DimPlacement, Indivisible, LocalShard, Piece, Placement};
+pub use rank::{GroupRank, Rank};
+pub use region::{Region, Runs, TilingFault, prove_tiling};
+pub use shape::{DType, Shape};
+pub use shard::{
+    DuplicateKey, ReplicaId, ShardedTensor, StateEntry, StateKind, StateTable, TensorKey,
+};

@@ -1,0 +1,53 @@
+//! What computes: views into planned buffers, the closed set of operations, and the trait a device implements.
+//!
+//! A program is a sequence of [`Op`]s on [`View`]s. The same program runs on a device or on the recorder of `plan.rs`,
+//! which learns from it when each buffer lives.
+
+pub mod cpu;
+mod op;
+mod plan;
+#[cfg(test)]
+mod refops;
+mod view;
+
+pub use op::{Dropout, Heads, HiddenSite, Op};
+pub use plan::{Buffers, Lifetime, MemoryPlan, Recorder};
+pub use view::{BufId, View};
+
+/// A device, or the recorder that stands for one while memory is planned. One a rank.
+pub trait Backend {
+    /// Runs one operation.
+    ///
+    /// # Errors
+    /// What the device says. Operands of the wrong shape or type are wrong code and panic.
+    fn run(&mut self, op: Op) -> Result<(), BackendError>;
+
+    /// Writes little-endian row-major `bytes` into `dst`.
+    ///
+    /// # Errors
+    /// What the device says.
+    fn upload(&mut self, dst: View, bytes: &[u8]) -> Result<(), BackendError>;
+
+    /// Reads `src` into `bytes`, little-endian and row-major.
+    ///
+    /// # Errors
+    /// What the device says.
+    fn download(&mut self, src: View, bytes: &mut [u8]) -> Result<(), BackendError>;
+
+    /// The largest magnitude that fixed-point additions have met since the last call, in units of the value range
+    /// they allow: above 1, or not finite, a sum may have left its range and the step must not be used.
+    ///
+    /// # Errors
+    /// What the device says.
+    fn take_fixed_point_peak(&mut self) -> Result<f32, BackendError>;
+}
+
+/// A device failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{operation} failed on the device: {reason}")]
+pub struct BackendError {
+    /// Which operation.
+    pub operation: &'static str,
+    /// The device's words.
+    pub reason: String,
+}

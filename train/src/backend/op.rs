@@ -1,0 +1,224 @@
+//! The closed set of operations, with shapes.
+//!
+//! M: local tokens (rows). h: hidden. f: local feed-forward width. G: local query groups, q query heads in each, d: head
+//! size. Vl: local vocabulary rows. T: sequence length. B: samples of the micro-batch.
+//! Views are F32 unless noted. `acc` operands are I64 fixed point: value × 2^`bits`, truncated, added with wrap-around.
+//! A *leaf* is `leaf` consecutive rows; M is a multiple of it. Within a leaf sums run in one fixed order in f32; across
+//! leaves they are added in fixed point, so any division of the rows gives the same bits.
+
+use super::View;
+
+/// One operation. Outputs are overwritten unless the field says otherwise.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[allow(missing_docs)] // the fields are the operands of the formula above them
+pub enum Op {
+    /// `dst = 0`, any type.
+    Zero { dst: View },
+    /// `dst = src`, any type, same shape.
+    Copy { src: View, dst: View },
+    /// `dst += src`.
+    Add { src: View, dst: View },
+    /// `dst += src`, I64 with wrap-around.
+    AddFixed { src: View, dst: View },
+    /// `dst[i] = src[index[i]]`, any type; a negative index gives a row of zeros. `index`: I32 `[n, 1]`.
+    GatherRows { src: View, index: View, dst: View },
+
+    /// `out[t] = table[tokens[t] - first_row]`, plus +0; zeros for tokens outside the shard.
+    /// `tokens`: I32 `[M, 1]`; `table`: `[Vl, h]`; `out`: `[M, h]`.
+    Embed { tokens: View, table: View, first_row: i32, out: View },
+    /// `acc[tokens[t] - first_row] += d_out[t]`. `acc`: I64 `[Vl, h]`.
+    EmbedBackward { tokens: View, d_out: View, first_row: i32, acc: View, bits: u32 },
+
+    /// `sum = x + delta`; `rstd[t] = 1 / sqrt(mean(sum[t]²) + eps)`; `out = sum · rstd · gamma` (RMSNorm).
+    /// `x`, `delta`, `sum`, `out`: `[M, h]`; `gamma`: `[1, h]`; `rstd`: `[M, 1]`. `sum` may be `x`.
+    AddNorm { x: View, delta: Option<View>, gamma: View, eps: f32, sum: View, rstd: View, out: View },
+    /// `out = sum · rstd · gamma`: the output of `AddNorm` once more.
+    NormApply { sum: View, rstd: View, gamma: View, out: View },
+    /// Backward of the norm: `d_sum (+)= …`, `d_gamma += Σ d_out · sum · rstd`. `d_gamma`: I64 `[1, h]`.
+    /// `accumulate` adds to `d_sum` instead of overwriting it.
+    NormBackward {
+        d_out: View, sum: View, rstd: View, gamma: View, d_sum: View, accumulate: bool,
+        d_gamma: View, leaf: usize, bits: u32,
+    },
+
+    /// `out (+)= x · wᵀ`. `x`: `[M, K]`; `w`: `[N, K]`; `out`: `[M, N]`. Views may be strided.
+    Linear { x: View, w: View, out: View, accumulate: bool },
+    /// `d_x (+)= d_out · w`. `d_out`: `[M, N]`; `w`: `[N, K]`; `d_x`: `[M, K]`.
+    LinearDx { d_out: View, w: View, d_x: View, accumulate: bool },
+    /// `acc += d_outᵀ · x`, leaf by leaf. `acc`: I64 `[N, K]`.
+    LinearDw { d_out: View, x: View, acc: View, leaf: usize, bits: u32 },
+
+    /// Rotates the query and key heads of `qkv` in place by the angle of each row's position (half-split pairs: element i
+    /// with element i + d/2); `inverse` rotates back. `qkv`: `[M, G·(q+2)·d]`; `positions`: I32 `[M, 1]`;
+    /// `table`: `[T, d]`, cosines then sines, d/2 each.
+    Rope { qkv: View, positions: View, table: View, heads: Heads, inverse: bool },
+    /// The key and value heads of `qkv`. `kv`: `[M, G·2·d]`, per group key then value.
+    PackKv { qkv: View, kv: View, heads: Heads },
+    /// Puts `d_kv` (`[M, G·2·d]`) into the key and value columns of `d_qkv`.
+    UnpackKv { d_kv: View, d_qkv: View, heads: Heads },
+    /// Causal attention of local queries over all keys of their sample, one query leaf at a time: rows see keys of
+    /// positions up to their own. `qkv`: `[M, G·(q+2)·d]`, M = B · local queries; `kv`: `[B·T, G·2·d]` in position order;
+    /// `positions`: I32 `[M, 1]`, consecutive inside a leaf; `samples`: I64 `[M, 1]` ordinals, for dropout;
+    /// `out`: `[M, G·q·d]`; `lse`: `[M, G·q]`, log-sum-exp of the scaled scores.
+    Attention {
+        qkv: View, kv: View, positions: View, samples: View, out: View, lse: View,
+        heads: Heads, batch: usize, leaf: usize, dropout: Option<Dropout>, first_head: u32,
+    },
+    /// Backward of attention: overwrites the query columns of `d_qkv`, adds to `d_kv`: I64 `[B·T, G·2·d]`.
+    AttentionBackward {
+        qkv: View, kv: View, positions: View, samples: View, out: View, lse: View, d_out: View,
+        d_qkv: View, d_kv: View,
+        heads: Heads, batch: usize, leaf: usize, bits: u32, dropout: Option<Dropout>, first_head: u32,
+    },
+
+    /// SwiGLU: `out = silu(gate) · up`. `gate_up`: `[M, 2f]`, gate then up; `out`: `[M, f]`.
+    Glu { gate_up: View, out: View },
+    /// Backward of SwiGLU. `d_gate_up`: `[M, 2f]`.
+    GluBackward { d_out: View, gate_up: View, d_gate_up: View },
+
+    /// `max[t]` over the first `valid` columns of `logits[t]`; −∞ if `valid` is 0. `logits`: `[M, Vl]`; `max`: `[M, 1]`.
+    CeMax { logits: View, valid: usize, max: View },
+    /// `sum[t] = Σ exp(logits − max)` over valid columns, summed block by block of `block` columns and the blocks added
+    /// pairwise; `picked[t]` = `logits − max` at the target, or 0 if it lies elsewhere.
+    /// `target`: I32 `[M, 1]`; `sum`, `picked`: `[M, 1]`.
+    CeSum {
+        logits: View, max: View, target: View, first_col: i32, valid: usize, block: usize, sum: View, picked: View,
+    },
+    /// `loss = weight · (ln(sum) − picked)`, and in place `logits = weight · (softmax − one_hot)`; columns from `valid` on
+    /// become 0. A weight of 0 gives exact zeros whatever the logits. `weight`, `loss`: `[M, 1]`.
+    CeGrad {
+        logits: View, max: View, sum: View, picked: View, target: View, weight: View,
+        first_col: i32, valid: usize, loss: View,
+    },
+    /// `acc += Σ x`, leaf by leaf. `x`: `[M, 1]`; `acc`: I64 `[1, 1]`.
+    SumRows { x: View, acc: View, leaf: usize, bits: u32 },
+
+    /// In place: keeps an element when its random word is ≥ ⌊p·2³²⌋ and scales it by 1/(1 − p), else 0. The same operation
+    /// serves backward. `x`: `[M, cols]`; `samples`: I64 `[M, 1]`; `positions`: I32 `[M, 1]`.
+    Dropout { x: View, samples: View, positions: View, dropout: Dropout, site: HiddenSite },
+
+    /// `out = acc · 2^-bits`. `acc`: I64; `out`: the same shape.
+    FxTake { acc: View, bits: u32, out: View },
+    /// `limbs += Σ x²` exactly: squares in f64, cut to 192-bit fixed point of unit 2⁻¹⁰⁰, six limbs of 32 bits carried in
+    /// I64 lanes so that they can be summed over ranks. `limbs`: I64 `[1, 6]`, lowest first.
+    SquareNorm { x: View, limbs: View },
+    /// AdamW on contiguous elements with gradient `g · grad_scale`: decoupled weight decay, bias-corrected moments.
+    AdamW {
+        w: View, m: View, v: View, g: View,
+        grad_scale: f32, lr: f32, beta1: f32, beta2: f32, eps: f32, weight_decay: f32,
+        /// `1 - beta1^t` and `1 - beta2^t`, t counting from 1.
+        correction1: f32, correction2: f32,
+    },
+}
+
+/// How the columns of `qkv` are divided: per group, q query heads, then a key head, then a value head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heads {
+    /// Local query groups (key-value heads).
+    pub groups: usize,
+    /// Query heads of a group.
+    pub queries_per_group: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+}
+
+impl Heads {
+    /// First column of query head `query` of `group`.
+    pub fn query(self, group: usize, query: usize) -> usize {
+        (group * (self.queries_per_group + 2) + query) * self.head_dim
+    }
+
+    /// First column of the key head of `group`.
+    pub fn key(self, group: usize) -> usize {
+        self.query(group, self.queries_per_group)
+    }
+
+    /// First column of the value head of `group`.
+    pub fn value(self, group: usize) -> usize {
+        self.query(group, self.queries_per_group + 1)
+    }
+
+    /// Columns of `qkv`.
+    pub fn qkv_cols(self) -> usize {
+        self.groups * (self.queries_per_group + 2) * self.head_dim
+    }
+
+    /// Local query heads.
+    pub fn num_queries(self) -> usize {
+        self.groups * self.queries_per_group
+    }
+}
+
+/// A dropout's probability and the coordinates that do not vary inside an operation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Dropout {
+    /// Probability that an element is dropped, in `0..1`.
+    pub p: f32,
+    /// The run's seed.
+    pub seed: u32,
+    /// Global layer number.
+    pub layer: u32,
+}
+
+/// Where in a layer a hidden dropout stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HiddenSite {
+    /// Output of the attention block.
+    Attention = 0,
+    /// Output of the feed-forward block.
+    Mlp = 1,
+    /// The embedding, as of layer 0.
+    Embedding = 2,
+}
+
+impl Op {
+    /// The views that the operation reads, and those that it writes or updates.
+    pub fn operands(&self) -> (Vec<View>, Vec<View>) {
+        use Op::*;
+        match *self {
+            Zero { dst } => (vec![], vec![dst]),
+            Copy { src, dst } => (vec![src], vec![dst]),
+            Add { src, dst } | AddFixed { src, dst } => (vec![src, dst], vec![dst]),
+            GatherRows { src, index, dst } => (vec![src, index], vec![dst]),
+            Embed { tokens, table, out, .. } => (vec![tokens, table], vec![out]),
+            EmbedBackward { tokens, d_out, acc, .. } => (vec![tokens, d_out, acc], vec![acc]),
+            AddNorm { x, delta, gamma, sum, rstd, out, .. } => {
+                (delta.into_iter().chain([x, gamma]).collect(), vec![sum, rstd, out])
+            }
+            NormApply { sum, rstd, gamma, out } => (vec![sum, rstd, gamma], vec![out]),
+            NormBackward { d_out, sum, rstd, gamma, d_sum, accumulate, d_gamma, .. } => {
+                let mut reads = vec![d_out, sum, rstd, gamma, d_gamma];
+                reads.extend(accumulate.then_some(d_sum));
+                (reads, vec![d_sum, d_gamma])
+            }
+            Linear { x, w, out, accumulate } => {
+                ([x, w].into_iter().chain(accumulate.then_some(out)).collect(), vec![out])
+            }
+            LinearDx { d_out, w, d_x, accumulate } => {
+                ([d_out, w].into_iter().chain(accumulate.then_some(d_x)).collect(), vec![d_x])
+            }
+            LinearDw { d_out, x, acc, .. } => (vec![d_out, x, acc], vec![acc]),
+            Rope { qkv, positions, table, .. } => (vec![qkv, positions, table], vec![qkv]),
+            PackKv { qkv, kv, .. } => (vec![qkv], vec![kv]),
+            UnpackKv { d_kv, d_qkv, .. } => (vec![d_kv], vec![d_qkv]),
+            Attention { qkv, kv, positions, samples, out, lse, .. } => {
+                (vec![qkv, kv, positions, samples], vec![out, lse])
+            }
+            AttentionBackward { qkv, kv, positions, samples, out, lse, d_out, d_qkv, d_kv, .. } => {
+                (vec![qkv, kv, positions, samples, out, lse, d_out, d_kv], vec![d_qkv, d_kv])
+            }
+            Glu { gate_up, out } => (vec![gate_up], vec![out]),
+            GluBackward { d_out, gate_up, d_gate_up } => (vec![d_out, gate_up], vec![d_gate_up]),
+            CeMax { logits, max, .. } => (vec![logits], vec![max]),
+            CeSum { logits, max, target, sum, picked, .. } => (vec![logits, max, target], vec![sum, picked]),
+            CeGrad { logits, max, sum, picked, target, weight, loss, .. } => {
+                (vec![logits, max, sum, picked, target, weight], vec![logits, loss])
+            }
+            SumRows { x, acc, .. } => (vec![x, acc], vec![acc]),
+            Dropout { x, samples, positions, .. } => (vec![x, samples, positions], vec![x]),
+            FxTake { acc, out, .. } => (vec![acc], vec![out]),
+            SquareNorm { x, limbs } => (vec![x, limbs], vec![limbs]),
+            AdamW { w, m, v, g, .. } => (vec![w, m, v, g], vec![w, m, v]),
+        }
+    }
+}

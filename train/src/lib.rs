@@ -1,0 +1,4 @@
+//! Who makes the state: operations, communicators, models, optimizer and the training loop.
+
+pub mod backend;
+pub mod comm;
