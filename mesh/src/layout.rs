@@ -67,7 +67,9 @@ pub enum LayoutError {
         size: &'static str,
     },
     /// Sequence shards do not divide the GTP group.
-    #[error("GTP degree {gtp} cannot be cut into {sequence_shards} sequence shards: {gtp} % {sequence_shards} != 0")]
+    #[error(
+        "GTP degree {gtp} cannot be cut into {sequence_shards} sequence shards: {gtp} % {sequence_shards} != 0"
+    )]
     SequenceShards {
         /// GTP_remat degree.
         gtp: u32,

@@ -21,6 +21,4 @@ pub use placement::{Cut, DimPlacement, Indivisible, LocalShard, Piece, Placement
 pub use rank::{GroupRank, Rank};
 pub use region::{Region, Runs, TilingFault, prove_tiling};
 pub use shape::{DType, Shape};
-pub use shard::{
-    DuplicateKey, ReplicaId, ShardedTensor, StateEntry, StateKind, StateTable, TensorKey,
-};
+pub use shard::{DuplicateKey, ReplicaId, ShardedTensor, StateEntry, StateKind, StateTable, TensorKey};

@@ -177,7 +177,8 @@ impl DimPlacement {
         }
         let mut runs: Vec<Run> = parts.into_iter().flatten().collect();
         for cut in cuts {
-            let piece = runs.iter().map(|run| run.len).sum::<u64>().div_ceil(u64::from(groups.size(cut.group())));
+            let piece =
+                runs.iter().map(|run| run.len).sum::<u64>().div_ceil(u64::from(groups.size(cut.group())));
             runs = slice(&runs, u64::from(groups.position(cut.group()).0) * piece, piece);
         }
         Ok(runs)

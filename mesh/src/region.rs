@@ -244,7 +244,9 @@ fn first_overlap(boxes: &[&Region]) -> Option<TilingFault> {
         starts.len()
     };
     let sweep = (0..num_dims).max_by_key(|dim| (distinct_starts(*dim), num_dims - dim)).unwrap_or(0);
-    order.sort_unstable_by(|a, b| (boxes[*a].lo[sweep], &boxes[*a].lo).cmp(&(boxes[*b].lo[sweep], &boxes[*b].lo)));
+    order.sort_unstable_by(|a, b| {
+        (boxes[*a].lo[sweep], &boxes[*a].lo).cmp(&(boxes[*b].lo[sweep], &boxes[*b].lo))
+    });
     // Boxes that the sweep position still crosses.
     let mut open: Vec<usize> = Vec::new();
     for index in order {

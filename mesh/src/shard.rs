@@ -91,7 +91,8 @@ pub enum StateKind {
 
 impl StateKind {
     /// Every kind.
-    pub const ALL: &[StateKind] = &[StateKind::Model, StateKind::Optimizer, StateKind::Rng, StateKind::Object];
+    pub const ALL: &[StateKind] =
+        &[StateKind::Model, StateKind::Optimizer, StateKind::Rng, StateKind::Object];
 
     /// The name in files.
     pub const fn name(self) -> &'static str {

@@ -61,21 +61,33 @@ pub trait Comm {
     ///
     /// # Errors
     /// See [`CommError`].
-    fn all_gather(&self, be: &mut dyn Backend, site: Site, src: View, dst: View) -> Result<Ticket, CommError>;
+    fn all_gather(&self, be: &mut dyn Backend, site: Site, src: View, dst: View)
+    -> Result<Ticket, CommError>;
 
     /// `dst` = this position's block of the combination of every member's `src`, which has `size` times its elements.
     ///
     /// # Errors
     /// See [`CommError`].
     fn reduce_scatter(
-        &self, be: &mut dyn Backend, site: Site, reduce: Reduce, src: View, dst: View,
+        &self,
+        be: &mut dyn Backend,
+        site: Site,
+        reduce: Reduce,
+        src: View,
+        dst: View,
     ) -> Result<Ticket, CommError>;
 
     /// `buf` = the combination of every member's `buf`.
     ///
     /// # Errors
     /// See [`CommError`].
-    fn all_reduce(&self, be: &mut dyn Backend, site: Site, reduce: Reduce, buf: View) -> Result<Ticket, CommError>;
+    fn all_reduce(
+        &self,
+        be: &mut dyn Backend,
+        site: Site,
+        reduce: Reduce,
+        buf: View,
+    ) -> Result<Ticket, CommError>;
 
     /// Blocks until the operation is complete and its destination written.
     ///
@@ -183,7 +195,10 @@ pub enum CommError {
 fn table(blocked: &[Blocked]) -> String {
     let line = |b: &Blocked| {
         let missing = b.missing.iter().map(|rank| rank.to_string()).collect::<Vec<_>>().join(", ");
-        format!("rank {} waits in {} operation {} ({}) for {missing}", b.rank, b.group, b.sequence, b.operation)
+        format!(
+            "rank {} waits in {} operation {} ({}) for {missing}",
+            b.rank, b.group, b.sequence, b.operation
+        )
     };
     blocked.iter().map(line).collect::<Vec<_>>().join("; ")
 }

@@ -37,8 +37,15 @@ pub enum Op {
     /// Backward of the norm: `d_sum (+)= …`, `d_gamma += Σ d_out · sum · rstd`. `d_gamma`: I64 `[1, h]`.
     /// `accumulate` adds to `d_sum` instead of overwriting it.
     NormBackward {
-        d_out: View, sum: View, rstd: View, gamma: View, d_sum: View, accumulate: bool,
-        d_gamma: View, leaf: usize, bits: u32,
+        d_out: View,
+        sum: View,
+        rstd: View,
+        gamma: View,
+        d_sum: View,
+        accumulate: bool,
+        d_gamma: View,
+        leaf: usize,
+        bits: u32,
     },
 
     /// `out (+)= x · wᵀ`. `x`: `[M, K]`; `w`: `[N, K]`; `out`: `[M, N]`. Views may be strided.
@@ -61,14 +68,35 @@ pub enum Op {
     /// `positions`: I32 `[M, 1]`, consecutive inside a leaf; `samples`: I64 `[M, 1]` ordinals, for dropout;
     /// `out`: `[M, G·q·d]`; `lse`: `[M, G·q]`, log-sum-exp of the scaled scores.
     Attention {
-        qkv: View, kv: View, positions: View, samples: View, out: View, lse: View,
-        heads: Heads, batch: usize, leaf: usize, dropout: Option<Dropout>, first_head: u32,
+        qkv: View,
+        kv: View,
+        positions: View,
+        samples: View,
+        out: View,
+        lse: View,
+        heads: Heads,
+        batch: usize,
+        leaf: usize,
+        dropout: Option<Dropout>,
+        first_head: u32,
     },
     /// Backward of attention: overwrites the query columns of `d_qkv`, adds to `d_kv`: I64 `[B·T, G·2·d]`.
     AttentionBackward {
-        qkv: View, kv: View, positions: View, samples: View, out: View, lse: View, d_out: View,
-        d_qkv: View, d_kv: View,
-        heads: Heads, batch: usize, leaf: usize, bits: u32, dropout: Option<Dropout>, first_head: u32,
+        qkv: View,
+        kv: View,
+        positions: View,
+        samples: View,
+        out: View,
+        lse: View,
+        d_out: View,
+        d_qkv: View,
+        d_kv: View,
+        heads: Heads,
+        batch: usize,
+        leaf: usize,
+        bits: u32,
+        dropout: Option<Dropout>,
+        first_head: u32,
     },
 
     /// SwiGLU: `out = silu(gate) · up`. `gate_up`: `[M, 2f]`, gate then up; `out`: `[M, f]`.
@@ -82,13 +110,27 @@ pub enum Op {
     /// pairwise; `picked[t]` = `logits − max` at the target, or 0 if it lies elsewhere.
     /// `target`: I32 `[M, 1]`; `sum`, `picked`: `[M, 1]`.
     CeSum {
-        logits: View, max: View, target: View, first_col: i32, valid: usize, block: usize, sum: View, picked: View,
+        logits: View,
+        max: View,
+        target: View,
+        first_col: i32,
+        valid: usize,
+        block: usize,
+        sum: View,
+        picked: View,
     },
     /// `loss = weight · (ln(sum) − picked)`, and in place `logits = weight · (softmax − one_hot)`; columns from `valid` on
     /// become 0. A weight of 0 gives exact zeros whatever the logits. `weight`, `loss`: `[M, 1]`.
     CeGrad {
-        logits: View, max: View, sum: View, picked: View, target: View, weight: View,
-        first_col: i32, valid: usize, loss: View,
+        logits: View,
+        max: View,
+        sum: View,
+        picked: View,
+        target: View,
+        weight: View,
+        first_col: i32,
+        valid: usize,
+        loss: View,
     },
     /// `acc += Σ x`, leaf by leaf. `x`: `[M, 1]`; `acc`: I64 `[1, 1]`.
     SumRows { x: View, acc: View, leaf: usize, bits: u32 },
@@ -104,10 +146,19 @@ pub enum Op {
     SquareNorm { x: View, limbs: View },
     /// AdamW on contiguous elements with gradient `g · grad_scale`: decoupled weight decay, bias-corrected moments.
     AdamW {
-        w: View, m: View, v: View, g: View,
-        grad_scale: f32, lr: f32, beta1: f32, beta2: f32, eps: f32, weight_decay: f32,
+        w: View,
+        m: View,
+        v: View,
+        g: View,
+        grad_scale: f32,
+        lr: f32,
+        beta1: f32,
+        beta2: f32,
+        eps: f32,
+        weight_decay: f32,
         /// `1 - beta1^t` and `1 - beta2^t`, t counting from 1.
-        correction1: f32, correction2: f32,
+        correction1: f32,
+        correction2: f32,
     },
 }
 

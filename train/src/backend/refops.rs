@@ -1,0 +1,1 @@
+//! Every operation again, naive, in f64: what tests compare with.
