@@ -17,6 +17,7 @@ pub struct RuntimeCp(pub u32);
 
 /// Where configured CP stands among the dense axes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 pub enum RankOrder {
     /// TP, GTP-sequence, GTP-batch, CP, DP, PP.
@@ -24,6 +25,15 @@ pub enum RankOrder {
     GtpInsideCp,
     /// TP, CP, GTP-sequence, GTP-batch, DP, PP: an older order, for comparing rank by rank with runs that used it.
     CpInsideGtp,
+}
+
+impl fmt::Display for RankOrder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            RankOrder::GtpInsideCp => "gtp-inside-cp",
+            RankOrder::CpInsideGtp => "cp-inside-gtp",
+        })
+    }
 }
 
 /// The free sizes of a dense layout; everything else follows from them.
@@ -94,15 +104,97 @@ pub enum LayoutError {
         /// Their product.
         minimum: u64,
     },
+    /// The older rank order cannot place sequence shards.
+    #[error(
+        "rank order {} has no place for {sequence_shards} sequence shards inside GTP",
+        RankOrder::CpInsideGtp
+    )]
+    Order {
+        /// Sequence shards inside GTP_remat.
+        sequence_shards: u32,
+    },
+    /// More ranks than a job can have.
+    #[error(
+        "{world_size} ranks from rank {rank_offset} on are more than the {MAX_RANKS} that a job can have"
+    )]
+    TooManyRanks {
+        /// Ranks of the grid.
+        world_size: u32,
+        /// Its first rank.
+        rank_offset: u32,
+    },
+}
+
+/// Ranks that a job can have. A bound on what a damaged file can make us allocate, far above any machine.
+pub const MAX_RANKS: u32 = 1 << 24;
+
+impl LayoutError {
+    /// `RM2006` for the rank order, else `RM2001`: sizes that do not divide, are too small or too large.
+    pub fn code(&self) -> &'static str {
+        match self {
+            LayoutError::Order { .. } => "RM2006",
+            _ => "RM2001",
+        }
+    }
+
+    /// How to mend it, with the choices that fit.
+    pub fn help(&self) -> String {
+        match self {
+            LayoutError::Zero { size } => format!("give a {size} of at least 1, or leave it out"),
+            LayoutError::SequenceShards { gtp, .. } => format!(
+                "{} sequence shards inside GTP {gtp} would fit; more pieces of a sequence than that come from CP",
+                one_of(&degrees_that_fit(*gtp, 1))
+            ),
+            LayoutError::World { world_size, tp, pp, cp, gtp, minimum } => {
+                let degrees = [("TP", *tp), ("PP", *pp), ("CP", *cp), ("GTP", *gtp)];
+                let mut choices = vec![format!("a world size that is a multiple of {minimum}")];
+                for (name, degree) in degrees.into_iter().filter(|(_, degree)| *degree > 1) {
+                    let fitting = degrees_that_fit(*world_size, minimum / u64::from(degree));
+                    if !fitting.is_empty() {
+                        choices.push(format!("{name} {}", one_of(&fitting)));
+                    }
+                }
+                format!("with the other sizes as they are, one of these would fit: {}", choices.join("; "))
+            }
+            LayoutError::Order { .. } => format!(
+                "leave `--rank-order` at {}, or the sequence shards at the SP degree",
+                RankOrder::GtpInsideCp
+            ),
+            LayoutError::TooManyRanks { .. } => "give the number of ranks that the job has".to_owned(),
+        }
+    }
+}
+
+/// Degrees of one more axis beside `others` that divide `world_size` exactly, ascending; none if `others` alone does not.
+pub(crate) fn degrees_that_fit(world_size: u32, others: u64) -> Vec<u32> {
+    if others == 0 || !u64::from(world_size).is_multiple_of(others) {
+        return Vec::new();
+    }
+    let left = (u64::from(world_size) / others) as u32;
+    let small = (1..=left.isqrt()).filter(|degree| left.is_multiple_of(*degree));
+    let mut degrees: Vec<u32> = small.flat_map(|degree| [degree, left / degree]).collect();
+    degrees.sort_unstable();
+    degrees.dedup();
+    degrees
+}
+
+/// `8`, or `4 or 8`, or `2, 4 or 8`.
+pub(crate) fn one_of(choices: &[u32]) -> String {
+    let texts: Vec<String> = choices.iter().map(u32::to_string).collect();
+    match texts.as_slice() {
+        [rest @ .., last] if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
+        texts => texts.concat(),
+    }
 }
 
 impl ParallelLayout {
     /// Checks `sizes`.
     ///
     /// # Errors
-    /// A zero size, sequence shards that do not divide the GTP degree, or a world that is no multiple of one model copy.
+    /// A size of zero, too many ranks, sequence shards that do not divide the GTP degree or that the rank order has no
+    /// place for, or a world that is no multiple of one model copy.
     pub fn new(sizes: LayoutSizes) -> Result<Self, LayoutError> {
-        let LayoutSizes { world_size, tp, pp, cp, gtp, gtp_sequence_shards, .. } = sizes;
+        let LayoutSizes { world_size, rank_offset, tp, pp, cp, gtp, gtp_sequence_shards, order } = sizes;
         let named = [
             ("world size", world_size),
             ("TP", tp),
@@ -114,12 +206,18 @@ impl ParallelLayout {
         if let Some((size, _)) = named.into_iter().find(|(_, value)| *value == 0) {
             return Err(LayoutError::Zero { size });
         }
+        if world_size.saturating_add(rank_offset) > MAX_RANKS {
+            return Err(LayoutError::TooManyRanks { world_size, rank_offset });
+        }
         if !gtp.is_multiple_of(gtp_sequence_shards) {
             return Err(LayoutError::SequenceShards { gtp, sequence_shards: gtp_sequence_shards });
         }
         let minimum = [tp, pp, cp.0, gtp].iter().map(|size| u64::from(*size)).fold(1, u64::saturating_mul);
         if !u64::from(world_size).is_multiple_of(minimum) {
             return Err(LayoutError::World { world_size, tp, pp, cp: cp.0, gtp, minimum });
+        }
+        if order != RankOrder::GtpInsideCp && gtp_sequence_shards > 1 {
+            return Err(LayoutError::Order { sequence_shards: gtp_sequence_shards });
         }
         Ok(ParallelLayout { sizes })
     }

@@ -5,7 +5,10 @@
 
 #![forbid(unsafe_code)]
 
+mod args;
 mod axis;
+mod config;
+mod explain;
 mod groups;
 mod layout;
 mod placement;
@@ -14,9 +17,12 @@ mod region;
 mod shape;
 mod shard;
 
+pub use args::{MergedArgs, ParallelArgs, Source};
 pub use axis::{Axis, Grid};
+pub use config::{ParallelConfig, ParallelError, ParallelSettings};
+pub use explain::{Explained, Origin};
 pub use groups::{Group, GroupKind, GroupTable, MissingGroups, ProcessGroups, UnknownGroup};
-pub use layout::{ConfiguredCp, LayoutError, LayoutSizes, ParallelLayout, RankOrder, RuntimeCp};
+pub use layout::{ConfiguredCp, LayoutError, LayoutSizes, MAX_RANKS, ParallelLayout, RankOrder, RuntimeCp};
 pub use placement::{Cut, DimPlacement, Indivisible, LocalShard, Piece, Placement};
 pub use rank::{GroupRank, Rank};
 pub use region::{Region, Runs, TilingFault, prove_tiling};
