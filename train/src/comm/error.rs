@@ -1,0 +1,93 @@
+//! Why a collective did not complete.
+
+use super::{GroupId, OpSignature};
+use crate::backend::BackendError;
+use mesh::Rank;
+use std::time::Duration;
+
+/// Why a collective did not complete. Once one happens in a job every rank gets the same at its next call.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CommError {
+    /// A rank ended first; its reason is the cause.
+    #[error("rank {rank} failed: {why}")]
+    PeerFailed {
+        /// The first rank that failed.
+        rank: Rank,
+        /// Its reason.
+        why: String,
+    },
+    /// Members issued different operations.
+    #[error(transparent)]
+    Desync(Box<Desync>),
+    /// Ranks wait for each other, or for one that has ended.
+    #[error("deadlock: {}{}", table(.blocked), ended_ranks(.ended))]
+    Deadlock {
+        /// All waiting ranks.
+        blocked: Vec<Blocked>,
+        /// Ranks that ended without an error.
+        ended: Vec<Rank>,
+    },
+    /// A rank did not come in time.
+    #[error("no answer within {limit:?}: {}", table(.blocked))]
+    TimedOut {
+        /// How long a rank waits.
+        limit: Duration,
+        /// All waiting ranks.
+        blocked: Vec<Blocked>,
+    },
+    /// The device failed while a buffer was moved.
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+}
+
+/// Two members issued different operations.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{group}: operation {sequence} is {issued} on rank {rank} but {other_issued} on rank {other}")]
+pub struct Desync {
+    /// In which group.
+    pub group: GroupId,
+    /// Number of the operation in that group.
+    pub sequence: u64,
+    /// The member that came first.
+    pub rank: Rank,
+    /// What it issued.
+    pub issued: OpSignature,
+    /// The first member that differs.
+    pub other: Rank,
+    /// What that one issued.
+    pub other_issued: OpSignature,
+}
+
+/// A rank that waits, and for whom.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Blocked {
+    /// Who waits.
+    pub rank: Rank,
+    /// In which group.
+    pub group: GroupId,
+    /// Number of the operation in that group.
+    pub sequence: u64,
+    /// What it waits in.
+    pub operation: OpSignature,
+    /// Members that have not come.
+    pub missing: Vec<Rank>,
+}
+
+fn table(blocked: &[Blocked]) -> String {
+    let line = |b: &Blocked| {
+        let missing = list(&b.missing);
+        format!(
+            "rank {} waits in {} operation {} ({}) for {missing}",
+            b.rank, b.group, b.sequence, b.operation
+        )
+    };
+    blocked.iter().map(line).collect::<Vec<_>>().join("; ")
+}
+
+fn ended_ranks(ended: &[Rank]) -> String {
+    if ended.is_empty() { String::new() } else { format!("; ended: {}", list(ended)) }
+}
+
+pub(super) fn list(ranks: &[Rank]) -> String {
+    ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,359 @@
+//! What the threads of one world know of each other, under one lock: contributions by group and sequence number, who waits
+//! for whom, and the first cause of failure.
+
+use super::reduce::Payload;
+use super::{FaultEffect, WorldOptions};
+use crate::comm::{Blocked, CommError, Desync, GroupId, Membership, OpSignature};
+use mesh::Rank;
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Instant;
+
+/// A thread of the world; a rank has one and may fork more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ThreadId(pub(super) usize);
+
+/// A group on the board.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct GroupIndex(usize);
+
+/// All contributions of one operation, by position.
+#[derive(Debug)]
+pub(super) struct Contributions {
+    pub(super) payloads: Vec<Payload>,
+    /// Their combination, made by the first reader that wants it whole.
+    pub(super) combined: OnceLock<Payload>,
+}
+
+#[derive(Debug)]
+pub(super) struct Board {
+    num_ranks: u32,
+    options: WorldOptions,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    groups: Vec<PostedGroup>,
+    threads: Vec<Thread>,
+    /// Threads by rank that have not ended.
+    live_threads: Vec<u32>,
+    first_cause: Option<(Rank, CommError)>,
+}
+
+#[derive(Debug)]
+struct Thread {
+    rank: Rank,
+    status: Status,
+    wake: Arc<Condvar>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Status {
+    Running,
+    /// Until the operation is whole: whoever makes it whole sets the status back to running.
+    Blocked {
+        group: GroupIndex,
+        sequence: u64,
+    },
+    Ended,
+}
+
+#[derive(Debug)]
+struct PostedGroup {
+    id: GroupId,
+    ranks: Vec<Rank>,
+    /// Number of the next operation of each member.
+    next: Vec<u64>,
+    /// Operations that somebody has issued and not everybody has read.
+    cells: BTreeMap<u64, Cell>,
+}
+
+#[derive(Debug)]
+struct Cell {
+    signature: OpSignature,
+    first: Rank,
+    posted: Vec<Option<Payload>>,
+    whole: Option<Arc<Contributions>>,
+    unread: usize,
+}
+
+impl Board {
+    pub(super) fn new(num_ranks: u32, options: WorldOptions) -> Self {
+        let thread = |rank| Thread { rank, status: Status::Running, wake: Arc::default() };
+        let state = State {
+            groups: Vec::new(),
+            threads: (0..num_ranks).map(Rank).map(thread).collect(),
+            live_threads: vec![1; num_ranks as usize],
+            first_cause: None,
+        };
+        Board { num_ranks, options, state: Mutex::new(state) }
+    }
+
+    pub(super) fn num_ranks(&self) -> u32 {
+        self.num_ranks
+    }
+
+    pub(super) fn options(&self) -> &WorldOptions {
+        &self.options
+    }
+
+    /// The group of this membership, the same for all members.
+    pub(super) fn group(&self, membership: &Membership) -> GroupIndex {
+        let Membership { id, ranks, .. } = membership;
+        for rank in ranks {
+            assert!(rank.0 < self.num_ranks, "{id} has rank {rank}, the world has {} ranks", self.num_ranks);
+        }
+        let mut state = self.lock();
+        let known = state.groups.iter().position(|group| group.id == *id);
+        let index = known.unwrap_or_else(|| {
+            state.groups.push(PostedGroup {
+                id: id.clone(),
+                ranks: ranks.clone(),
+                next: vec![0; ranks.len()],
+                cells: BTreeMap::new(),
+            });
+            state.groups.len() - 1
+        });
+        let agrees = state.groups[index].ranks == *ranks;
+        drop(state);
+        assert!(agrees, "{id} names two different groups: give each model a name of its own");
+        GroupIndex(index)
+    }
+
+    /// Adds a contribution and returns the operation's number. Blocks only if the world bounds incomplete operations.
+    pub(super) fn post(
+        &self,
+        thread: ThreadId,
+        group: GroupIndex,
+        position: usize,
+        signature: OpSignature,
+        mut payload: Payload,
+    ) -> Result<u64, CommError> {
+        let mut state = self.lock();
+        state.check()?;
+        let posted = &mut state.groups[group.0];
+        let rank = posted.ranks[position];
+        let sequence = posted.next[position];
+        let fault =
+            self.options.faults.iter().find(|fault| {
+                fault.rank == rank && fault.kind == posted.id.kind && fault.sequence == sequence
+            });
+        match fault.map(|fault| fault.effect) {
+            Some(FaultEffect::Fail) => {
+                let why = format!("injected at operation {sequence} of {}", posted.id);
+                return Err(state.fail(rank, CommError::PeerFailed { rank, why }));
+            }
+            Some(FaultEffect::Corrupt) => payload.bytes_mut().iter_mut().take(1).for_each(|byte| *byte ^= 1),
+            None => {}
+        }
+        posted.next[position] += 1;
+        let num_members = posted.ranks.len();
+        let cell = posted.cells.entry(sequence).or_insert_with(|| Cell {
+            signature,
+            first: rank,
+            posted: (0..num_members).map(|_| None).collect(),
+            whole: None,
+            unread: num_members,
+        });
+        if cell.signature != signature {
+            let desync = Desync {
+                group: posted.id.clone(),
+                sequence,
+                rank: cell.first,
+                issued: cell.signature,
+                other: rank,
+                other_issued: signature,
+            };
+            return Err(state.fail(rank, CommError::Desync(Box::new(desync))));
+        }
+        cell.posted[position] = Some(payload);
+        if cell.posted.iter().all(Option::is_some) {
+            let payloads = std::mem::take(&mut cell.posted).into_iter().flatten().collect();
+            cell.whole = Some(Arc::new(Contributions { payloads, combined: OnceLock::new() }));
+            state.wake(|status| status == Status::Blocked { group, sequence });
+        }
+        drop(state);
+        if let Some(bound) = self.options.max_incomplete
+            && let Some(sequence) = sequence.checked_sub(bound)
+        {
+            drop(self.block_until_whole(thread, group, sequence)?);
+        }
+        Ok(sequence)
+    }
+
+    /// Blocks until every member has posted the operation; its last reader frees it.
+    pub(super) fn collect(
+        &self,
+        thread: ThreadId,
+        group: GroupIndex,
+        sequence: u64,
+    ) -> Result<Arc<Contributions>, CommError> {
+        let mut state = self.block_until_whole(thread, group, sequence)?;
+        let cells = &mut state.groups[group.0].cells;
+        let cell = cells.get_mut(&sequence).expect("an operation is kept until this member has read it");
+        let contributions = Arc::clone(cell.whole.as_ref().expect("it was waited for"));
+        cell.unread -= 1;
+        if cell.unread == 0 {
+            cells.remove(&sequence);
+        }
+        Ok(contributions)
+    }
+
+    fn block_until_whole(
+        &self,
+        thread: ThreadId,
+        group: GroupIndex,
+        sequence: u64,
+    ) -> Result<MutexGuard<'_, State>, CommError> {
+        let deadline = Instant::now() + self.options.timeout;
+        let mut state = self.lock();
+        let (rank, wake) = (state.threads[thread.0].rank, Arc::clone(&state.threads[thread.0].wake));
+        loop {
+            state.check()?;
+            if state.is_whole(group, sequence) {
+                return Ok(state);
+            }
+            state.threads[thread.0].status = Status::Blocked { group, sequence };
+            if state.is_stuck() {
+                return Err(state.fail_deadlocked(rank));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let blocked = state.blocked();
+                return Err(state.fail(rank, CommError::TimedOut { limit: self.options.timeout, blocked }));
+            }
+            state = wake.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Counts another thread of `rank` as running.
+    pub(super) fn start_thread(&self, rank: Rank) -> ThreadId {
+        let mut state = self.lock();
+        state.live_threads[rank.index()] += 1;
+        let thread = Thread { rank, status: Status::Running, wake: Arc::default() };
+        match state.threads.iter().position(|thread| thread.status == Status::Ended) {
+            Some(free) => {
+                state.threads[free] = thread;
+                ThreadId(free)
+            }
+            None => {
+                state.threads.push(thread);
+                ThreadId(state.threads.len() - 1)
+            }
+        }
+    }
+
+    /// Counts a thread as ended; whoever waits for the last one of a rank waits in vain.
+    pub(super) fn end_thread(&self, thread: ThreadId) {
+        let mut state = self.lock();
+        let rank = state.threads[thread.0].rank;
+        state.threads[thread.0].status = Status::Ended;
+        state.live_threads[rank.index()] -= 1;
+        if state.is_stuck() {
+            state.fail_deadlocked(rank);
+        }
+    }
+
+    /// Ends the job because `rank` failed, unless it has failed before.
+    pub(super) fn fail(&self, rank: Rank, why: &dyn Display) {
+        self.lock().fail(rank, CommError::PeerFailed { rank, why: why.to_string() });
+    }
+
+    /// Fails if the job has failed.
+    pub(super) fn check(&self) -> Result<(), CommError> {
+        self.lock().check()
+    }
+
+    /// Why the job failed, and the rank that failed or found it.
+    pub(super) fn first_cause(&self) -> Option<(Rank, CommError)> {
+        self.lock().first_cause.clone()
+    }
+
+    /// Operations that somebody has issued and not everybody has read.
+    #[cfg(test)]
+    pub(super) fn num_operations(&self) -> usize {
+        self.lock().groups.iter().map(|group| group.cells.len()).sum()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A rank that panics must not take the others' first cause away; the state is valid between any two lines.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn check(&self) -> Result<(), CommError> {
+        self.first_cause.as_ref().map_or(Ok(()), |(_, error)| Err(error.clone()))
+    }
+
+    /// Ends the job with this cause unless there is an earlier one; returns the cause that holds.
+    fn fail(&mut self, rank: Rank, error: CommError) -> CommError {
+        let (_, first) = self.first_cause.get_or_insert((rank, error));
+        let first = first.clone();
+        self.wake(|status| matches!(status, Status::Blocked { .. }));
+        first
+    }
+
+    fn fail_deadlocked(&mut self, rank: Rank) -> CommError {
+        let num_ranks = self.live_threads.len() as u32;
+        let ended = (0..num_ranks).map(Rank).filter(|rank| self.live_threads[rank.index()] == 0).collect();
+        let blocked = self.blocked();
+        self.fail(rank, CommError::Deadlock { blocked, ended })
+    }
+
+    fn wake(&mut self, which: impl Fn(Status) -> bool) {
+        for thread in self.threads.iter_mut().filter(|thread| which(thread.status)) {
+            thread.status = Status::Running;
+            thread.wake.notify_one();
+        }
+    }
+
+    /// Whether every member has posted; an operation that all have read is gone.
+    fn is_whole(&self, group: GroupIndex, sequence: u64) -> bool {
+        self.groups[group.0].cells.get(&sequence).is_none_or(|cell| cell.whole.is_some())
+    }
+
+    /// Members that have not posted an operation of which this thread waits.
+    fn missing(&self, group: GroupIndex, sequence: u64) -> impl Iterator<Item = Rank> {
+        let group = &self.groups[group.0];
+        let posted = &group.cells[&sequence].posted;
+        group.ranks.iter().zip(posted).filter(|(_, posted)| posted.is_none()).map(|(rank, _)| *rank)
+    }
+
+    /// Whether somebody waits in vain: for a rank that has ended, or because nobody is left that runs.
+    fn is_stuck(&self) -> bool {
+        let mut runs = false;
+        let mut waits = false;
+        for thread in &self.threads {
+            match thread.status {
+                Status::Running => runs = true,
+                Status::Ended => {}
+                Status::Blocked { group, sequence } => {
+                    waits = true;
+                    if self.missing(group, sequence).any(|rank| self.live_threads[rank.index()] == 0) {
+                        return true;
+                    }
+                }
+            }
+        }
+        waits && !runs
+    }
+
+    fn blocked(&self) -> Vec<Blocked> {
+        let mut blocked = Vec::new();
+        for thread in &self.threads {
+            let Status::Blocked { group, sequence } = thread.status else { continue };
+            blocked.push(Blocked {
+                rank: thread.rank,
+                group: self.groups[group.0].id.clone(),
+                sequence,
+                operation: self.groups[group.0].cells[&sequence].signature,
+                missing: self.missing(group, sequence).collect(),
+            });
+        }
+        blocked.sort_by_key(|blocked| blocked.rank);
+        blocked
+    }
+}
