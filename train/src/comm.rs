@@ -6,6 +6,8 @@
 mod error;
 #[cfg(test)]
 mod host_memory;
+pub mod mutate;
+pub mod record;
 pub mod threads;
 
 pub use error::{Blocked, CommError, Desync};
