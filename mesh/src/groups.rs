@@ -5,7 +5,7 @@ use crate::axis::Axis;
 use crate::layout::ParallelLayout;
 use crate::rank::{GroupRank, Rank};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
@@ -120,8 +120,9 @@ impl Group {
     /// If there is none, or one is named twice.
     pub fn new(ranks: Vec<Rank>) -> Self {
         assert!(!ranks.is_empty(), "a group has at least one member");
-        for (at, rank) in ranks.iter().enumerate() {
-            assert!(!ranks[..at].contains(rank), "rank {rank} is in one group twice");
+        let mut seen = BTreeSet::new();
+        for rank in &ranks {
+            assert!(seen.insert(*rank), "rank {rank} is in one group twice");
         }
         Group { ranks }
     }
@@ -188,7 +189,8 @@ impl GroupTable {
     }
 
     /// A collection that so far holds no group, for a model on `ranks`.
-    pub fn empty(model: impl Into<String>, ranks: Vec<Rank>) -> Self {
+    pub fn empty(model: impl Into<String>, mut ranks: Vec<Rank>) -> Self {
+        ranks.sort_unstable();
         GroupTable { model: model.into(), ranks, kinds: BTreeMap::new() }
     }
 
@@ -229,7 +231,7 @@ impl GroupTable {
     /// # Panics
     /// If the model has no such rank.
     pub fn for_rank(self: &Arc<Self>, rank: Rank) -> ProcessGroups {
-        assert!(self.ranks.contains(&rank), "rank {rank} is not one of model `{}`", self.model);
+        assert!(self.ranks.binary_search(&rank).is_ok(), "rank {rank} is not one of model `{}`", self.model);
         ProcessGroups { rank, table: Arc::clone(self) }
     }
 }
@@ -267,22 +269,24 @@ impl ProcessGroups {
         self.table.for_rank(rank)
     }
 
+    fn own(&self, kind: GroupKind) -> Option<(&GroupsOfKind, usize, GroupRank)> {
+        let groups = self.table.kinds.get(&kind)?.as_ref()?;
+        groups.own.get(&self.rank).map(|(index, position)| (groups, *index, *position))
+    }
+
     /// This rank's group of `kind`, if there is one.
     pub fn get(&self, kind: GroupKind) -> Option<&Group> {
-        let groups = self.table.kinds.get(&kind)?.as_ref()?;
-        groups.own.get(&self.rank).map(|(index, _)| &groups.groups[*index])
+        self.own(kind).map(|(groups, index, _)| &groups.groups[index])
     }
 
     /// The creation-order number of this rank's group among the groups of `kind`.
     pub fn group_index(&self, kind: GroupKind) -> Option<usize> {
-        let groups = self.table.kinds.get(&kind)?.as_ref()?;
-        groups.own.get(&self.rank).map(|(index, _)| *index)
+        self.own(kind).map(|(_, index, _)| index)
     }
 
     /// This rank's position in its group of `kind`; 0 if there is none.
     pub fn position(&self, kind: GroupKind) -> GroupRank {
-        let groups = self.table.kinds.get(&kind).and_then(Option::as_ref);
-        groups.and_then(|groups| groups.own.get(&self.rank)).map_or(GroupRank(0), |(_, position)| *position)
+        self.own(kind).map_or(GroupRank(0), |(_, _, position)| position)
     }
 
     /// Members of this rank's group of `kind`; 1 if there is none.
