@@ -7,6 +7,7 @@
 
 mod args;
 mod axis;
+mod batch;
 mod config;
 mod explain;
 mod groups;
@@ -14,6 +15,8 @@ mod layout;
 mod placement;
 mod rank;
 mod region;
+mod schedule;
+mod sequence;
 mod shape;
 mod shard;
 
@@ -26,5 +29,8 @@ pub use layout::{ConfiguredCp, LayoutError, LayoutSizes, MAX_RANKS, ParallelLayo
 pub use placement::{Cut, DimPlacement, Indivisible, LocalShard, Piece, Placement};
 pub use rank::{GroupRank, Rank};
 pub use region::{Region, Runs, TilingFault, prove_tiling};
+pub use schedule::{
+    LrDecayStyle, Schedule, ScheduleConfig, ScheduleError, ScheduleUnit, Warmup, WeightDecayStyle, WsdShape,
+};
 pub use shape::{DType, Shape};
 pub use shard::{DuplicateKey, ReplicaId, ShardedTensor, StateEntry, StateKind, StateTable, TensorKey};
