@@ -2,3 +2,5 @@
 
 pub mod backend;
 pub mod comm;
+pub mod numerics;
+pub mod rng;
