@@ -3,6 +3,7 @@
 //! A program is a sequence of [`Op`]s on [`View`]s. The same program runs on a device or on the recorder of `plan.rs`,
 //! which learns from it when each buffer lives.
 
+mod check;
 pub mod cpu;
 mod op;
 mod plan;
@@ -34,8 +35,9 @@ pub trait Backend {
     /// What the device says.
     fn download(&mut self, src: View, bytes: &mut [u8]) -> Result<(), BackendError>;
 
-    /// The largest magnitude that fixed-point additions have met since the last call, in units of the value range
-    /// they allow: above 1, or not finite, a sum may have left its range and the step must not be used.
+    /// The largest magnitude that one fixed-point addition has met since the last call, in units of 2^(62 − bits) (of
+    /// 2⁴⁰ for `SquareNorm`). A sum of n additions has kept its range if n times this is at most 1; above 1, or not
+    /// finite, a value was clamped and the step must not be used.
     ///
     /// # Errors
     /// What the device says.

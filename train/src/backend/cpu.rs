@@ -1,1 +1,374 @@
-//! The CPU backend.
+//! The CPU backend: one thread, one arena an element type, and canonical numerics: whatever rows, columns, leaves and
+//! heads an operation is cut into, the bits are the same.
+
+mod arena;
+mod attention;
+mod fixed;
+mod gemm;
+mod glu;
+mod linear;
+mod loss;
+mod matrix;
+mod norm;
+mod optimizer;
+mod rows;
+#[cfg(test)]
+mod tests;
+#[cfg(debug_assertions)]
+mod validity;
+
+use super::{Backend, BackendError, MemoryPlan, Op, View};
+use arena::Arena;
+use fixed::FixedPoint;
+use matrix::{Matrix, MatrixMut};
+use mesh::DType;
+use std::sync::Arc;
+
+/// Runs operations on the calling thread.
+///
+/// In debug builds a transient buffer holds nothing until it is written, and writing it destroys those that share its
+/// place: reading one that holds nothing panics with its name, and what a partial write leaves out is NaN (for integers the
+/// smallest).
+#[derive(Debug)]
+pub struct CpuBackend {
+    f32s: Arena<f32>,
+    i64s: Arena<i64>,
+    i32s: Arena<i32>,
+    scratch: Vec<f32>,
+    fixed_point_peak: f32,
+    #[cfg(debug_assertions)]
+    validity: validity::Validity,
+}
+
+/// Evaluates an expression with `$arena` being the arena of the type of `$view`.
+macro_rules! with_arena {
+    ($backend:expr, $view:expr, |$arena:ident| $body:expr) => {
+        match $view.dtype {
+            DType::F32 => {
+                let $arena = &mut $backend.f32s;
+                $body
+            }
+            DType::I64 => {
+                let $arena = &mut $backend.i64s;
+                $body
+            }
+            DType::I32 => {
+                let $arena = &mut $backend.i32s;
+                $body
+            }
+            other => panic!("the CPU has no buffers of {other}"),
+        }
+    };
+}
+
+impl CpuBackend {
+    /// A backend with the buffers of `plan`, all zero.
+    ///
+    /// # Panics
+    /// If the plan has buffers of other types than F32, I64 and I32.
+    pub fn new(plan: MemoryPlan) -> Self {
+        for slot in plan.slots() {
+            let known = [DType::F32, DType::I64, DType::I32].contains(&slot.dtype);
+            assert!(known, "`{}`: the CPU has no buffers of {}", slot.name, slot.dtype);
+        }
+        let plan = Arc::new(plan);
+        CpuBackend {
+            f32s: Arena::new(&plan, plan.arena_len(DType::F32)),
+            i64s: Arena::new(&plan, plan.arena_len(DType::I64)),
+            i32s: Arena::new(&plan, plan.arena_len(DType::I32)),
+            scratch: Vec::new(),
+            fixed_point_peak: 0.0,
+            #[cfg(debug_assertions)]
+            validity: validity::Validity::new(&plan),
+        }
+    }
+
+    /// Notes what is read and written, and poisons what is written for the first time.
+    fn note_use(&mut self, reads: &[View], writes: &[View]) {
+        #[cfg(debug_assertions)]
+        {
+            reads.iter().for_each(|view| self.validity.read(*view));
+            for view in writes {
+                if self.validity.write(*view) {
+                    match view.dtype {
+                        DType::F32 => self.f32s.fill(*view, f32::NAN),
+                        DType::I64 => self.i64s.fill(*view, i64::MIN),
+                        _ => self.i32s.fill(*view, i32::MIN),
+                    }
+                }
+            }
+        }
+        #[cfg(not(debug_assertions))]
+        let _ = (reads, writes);
+    }
+
+    fn note_peak(&mut self, fixed: FixedPoint) {
+        self.fixed_point_peak = fixed::larger_peak(self.fixed_point_peak, fixed.peak());
+    }
+}
+
+impl Backend for CpuBackend {
+    fn run(&mut self, op: Op) -> Result<(), BackendError> {
+        op.check();
+        if cfg!(debug_assertions) {
+            let (reads, writes) = op.operands();
+            self.note_use(&reads, &writes);
+        }
+        match op {
+            Op::Zero { dst } => with_arena!(self, dst, |arena| {
+                let ([mut dst], []) = arena.borrow([dst], []);
+                (0..dst.rows).for_each(|row| dst.row(row).fill(Default::default()));
+            }),
+            Op::Copy { src, dst } => with_arena!(self, src, |arena| {
+                let ([dst], [src]) = arena.borrow([dst], [src]);
+                rows::copy(src, dst);
+            }),
+            Op::Add { src, dst } => {
+                let ([dst], [src]) = self.f32s.borrow([dst], [src]);
+                rows::add(src, dst);
+            }
+            Op::AddFixed { src, dst } => {
+                let ([dst], [src]) = self.i64s.borrow([dst], [src]);
+                rows::add_fixed(src, dst);
+            }
+            Op::GatherRows { src, index, dst } => {
+                if src.dtype == DType::I32 {
+                    let ([dst], [src, index]) = self.i32s.borrow([dst], [src, index]);
+                    rows::gather(src, index, dst);
+                } else {
+                    let ([], [index]) = self.i32s.borrow([], [index]);
+                    if src.dtype == DType::F32 {
+                        let ([dst], [src]) = self.f32s.borrow([dst], [src]);
+                        rows::gather(src, index, dst);
+                    } else {
+                        let ([dst], [src]) = self.i64s.borrow([dst], [src]);
+                        rows::gather(src, index, dst);
+                    }
+                }
+            }
+            Op::Embed { tokens, table, first_row, out } => {
+                let ([], [tokens]) = self.i32s.borrow([], [tokens]);
+                let ([out], [table]) = self.f32s.borrow([out], [table]);
+                rows::embed(tokens, table, first_row, out);
+            }
+            Op::EmbedBackward { tokens, d_out, first_row, acc, bits } => {
+                let mut fixed = FixedPoint::new(bits);
+                let ([], [tokens]) = self.i32s.borrow([], [tokens]);
+                let ([], [d_out]) = self.f32s.borrow([], [d_out]);
+                let ([acc], []) = self.i64s.borrow([acc], []);
+                rows::embed_backward(tokens, d_out, first_row, acc, &mut fixed);
+                self.note_peak(fixed);
+            }
+            Op::AddNorm { x, delta, gamma, eps, sum, rstd, out } => {
+                if x != sum {
+                    let ([sum], [x]) = self.f32s.borrow([sum], [x]);
+                    rows::copy(x, sum);
+                }
+                if let Some(delta) = delta {
+                    let ([sum], [delta]) = self.f32s.borrow([sum], [delta]);
+                    rows::add(delta, sum);
+                }
+                let ([rstd, out], [sum, gamma]) = self.f32s.borrow([rstd, out], [sum, gamma]);
+                norm::norm(sum, gamma, eps, rstd, out);
+            }
+            Op::NormApply { sum, rstd, gamma, out } => {
+                let ([out], [sum, rstd, gamma]) = self.f32s.borrow([out], [sum, rstd, gamma]);
+                norm::apply(sum, rstd, gamma, out);
+            }
+            Op::NormBackward { d_out, sum, rstd, gamma, d_sum, accumulate, d_gamma, leaf, bits } => {
+                let mut fixed = FixedPoint::new(bits);
+                let ([d_sum], [d_out, sum, rstd, gamma]) =
+                    self.f32s.borrow([d_sum], [d_out, sum, rstd, gamma]);
+                let ([d_gamma], []) = self.i64s.borrow([d_gamma], []);
+                norm::backward_sum(d_out, sum, rstd, gamma, d_sum, accumulate, &mut self.scratch);
+                norm::backward_gamma(d_out, sum, rstd, d_gamma, leaf, &mut fixed, &mut self.scratch);
+                self.note_peak(fixed);
+            }
+            Op::Linear { x, w, out, accumulate } => {
+                let ([out], [x, w]) = self.f32s.borrow([out], [x, w]);
+                gemm::gemm(gemm::Factor::new(x), gemm::Factor::transposed(w), out, accumulate);
+            }
+            Op::LinearDx { d_out, w, d_x, accumulate } => {
+                let ([d_x], [d_out, w]) = self.f32s.borrow([d_x], [d_out, w]);
+                gemm::gemm(gemm::Factor::new(d_out), gemm::Factor::new(w), d_x, accumulate);
+            }
+            Op::LinearDw { d_out, x, acc, leaf, bits } => {
+                let mut fixed = FixedPoint::new(bits);
+                let ([], [d_out, x]) = self.f32s.borrow([], [d_out, x]);
+                let ([acc], []) = self.i64s.borrow([acc], []);
+                linear::weight_gradient(d_out, x, acc, leaf, &mut fixed, &mut self.scratch);
+                self.note_peak(fixed);
+            }
+            Op::Rope { qkv, positions, table, heads, inverse } => {
+                let ([], [positions]) = self.i32s.borrow([], [positions]);
+                let ([qkv], [table]) = self.f32s.borrow([qkv], [table]);
+                attention::rope(qkv, positions, table, heads, inverse);
+            }
+            Op::PackKv { qkv, kv, heads } => {
+                let ([kv], [qkv]) = self.f32s.borrow([kv], [qkv]);
+                attention::pack_kv(qkv, kv, heads);
+            }
+            Op::UnpackKv { d_kv, d_qkv, heads } => {
+                let ([d_qkv], [d_kv]) = self.f32s.borrow([d_qkv], [d_kv]);
+                attention::unpack_kv(d_kv, d_qkv, heads);
+            }
+            Op::Attention {
+                qkv,
+                kv,
+                positions,
+                samples,
+                out,
+                lse,
+                heads,
+                batch,
+                leaf,
+                dropout,
+                first_head,
+            } => {
+                let ([], [positions]) = self.i32s.borrow([], [positions]);
+                let ([], [samples]) = self.i64s.borrow([], [samples]);
+                let ([out, lse], [qkv, kv]) = self.f32s.borrow([out, lse], [qkv, kv]);
+                let tokens = attention::Tokens { positions, samples, batch, leaf };
+                let call = attention::Call { qkv, kv, tokens, heads, dropout, first_head };
+                call.forward(out, lse, &mut self.scratch);
+            }
+            Op::AttentionBackward {
+                qkv,
+                kv,
+                positions,
+                samples,
+                out,
+                lse,
+                d_out,
+                d_qkv,
+                d_kv,
+                heads,
+                batch,
+                leaf,
+                bits,
+                dropout,
+                first_head,
+            } => {
+                let mut fixed = FixedPoint::new(bits);
+                let ([], [positions]) = self.i32s.borrow([], [positions]);
+                let ([d_kv], [samples]) = self.i64s.borrow([d_kv], [samples]);
+                let ([d_qkv], [qkv, kv, out, lse, d_out]) =
+                    self.f32s.borrow([d_qkv], [qkv, kv, out, lse, d_out]);
+                let tokens = attention::Tokens { positions, samples, batch, leaf };
+                let call = attention::Call { qkv, kv, tokens, heads, dropout, first_head };
+                let result = attention::Forward { out, lse };
+                call.backward(result, d_out, d_qkv, d_kv, &mut fixed, &mut self.scratch);
+                self.note_peak(fixed);
+            }
+            Op::Glu { gate_up, out } => {
+                let ([out], [gate_up]) = self.f32s.borrow([out], [gate_up]);
+                glu::forward(gate_up, out);
+            }
+            Op::GluBackward { d_out, gate_up, d_gate_up } => {
+                let ([d_gate_up], [d_out, gate_up]) = self.f32s.borrow([d_gate_up], [d_out, gate_up]);
+                glu::backward(d_out, gate_up, d_gate_up);
+            }
+            Op::CeMax { logits, valid, max } => {
+                let ([max], [logits]) = self.f32s.borrow([max], [logits]);
+                loss::max(logits, valid, max);
+            }
+            Op::CeSum { logits, max, target, first_col, valid, block, sum, picked } => {
+                let ([], [target]) = self.i32s.borrow([], [target]);
+                let (sums, [logits, max]) = self.f32s.borrow([sum, picked], [logits, max]);
+                let shard = loss::Shard { first_col, valid };
+                loss::sum(logits, max, target, shard, block, sums, &mut self.scratch);
+            }
+            Op::CeGrad { logits, max, sum, picked, target, weight, first_col, valid, loss } => {
+                let ([], [target]) = self.i32s.borrow([], [target]);
+                let ([logits, loss], [max, sum, picked, weight]) =
+                    self.f32s.borrow([logits, loss], [max, sum, picked, weight]);
+                let rows = loss::Rows { max, sum, picked, target, weight };
+                loss::gradient(rows, loss::Shard { first_col, valid }, logits, loss);
+            }
+            Op::SumRows { x, acc, leaf, bits } => {
+                let mut fixed = FixedPoint::new(bits);
+                let ([], [x]) = self.f32s.borrow([], [x]);
+                let ([acc], []) = self.i64s.borrow([acc], []);
+                rows::sum_rows(x, acc, leaf, &mut fixed);
+                self.note_peak(fixed);
+            }
+            Op::Dropout { x, samples, positions, dropout, site } => {
+                let ([], [samples]) = self.i64s.borrow([], [samples]);
+                let ([], [positions]) = self.i32s.borrow([], [positions]);
+                let ([x], []) = self.f32s.borrow([x], []);
+                rows::dropout(x, samples, positions, dropout, site);
+            }
+            Op::FxTake { acc, bits, out } => {
+                let ([], [acc]) = self.i64s.borrow([], [acc]);
+                let ([out], []) = self.f32s.borrow([out], []);
+                fixed::take(acc, bits, out);
+            }
+            Op::SquareNorm { x, limbs } => {
+                let ([], [x]) = self.f32s.borrow([], [x]);
+                let ([limbs], []) = self.i64s.borrow([limbs], []);
+                let peak = optimizer::square_norm(x, limbs);
+                self.fixed_point_peak = fixed::larger_peak(self.fixed_point_peak, peak);
+            }
+            Op::AdamW {
+                w,
+                m,
+                v,
+                g,
+                grad_scale,
+                lr,
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                correction1,
+                correction2,
+            } => {
+                let ([w, m, v], [g]) = self.f32s.borrow([w, m, v], [g]);
+                let step = optimizer::AdamW {
+                    grad_scale,
+                    lr,
+                    beta1,
+                    beta2,
+                    eps,
+                    weight_decay,
+                    correction1,
+                    correction2,
+                };
+                step.apply(w, m, v, g);
+            }
+        }
+        Ok(())
+    }
+
+    fn upload(&mut self, dst: View, bytes: &[u8]) -> Result<(), BackendError> {
+        assert_eq!(bytes.len(), dst.size_bytes(), "bytes for {} × {} of {}", dst.rows, dst.cols, dst.dtype);
+        self.note_use(&[], &[dst]);
+        with_arena!(self, dst, |arena| {
+            let ([dst], []) = arena.borrow([dst], []);
+            rows::upload(bytes, dst);
+        });
+        Ok(())
+    }
+
+    fn download(&mut self, src: View, bytes: &mut [u8]) -> Result<(), BackendError> {
+        assert_eq!(bytes.len(), src.size_bytes(), "bytes for {} × {} of {}", src.rows, src.cols, src.dtype);
+        self.note_use(&[src], &[]);
+        with_arena!(self, src, |arena| {
+            let ([], [src]) = arena.borrow([], [src]);
+            rows::download(src, bytes);
+        });
+        Ok(())
+    }
+
+    fn take_fixed_point_peak(&mut self) -> Result<f32, BackendError> {
+        Ok(std::mem::take(&mut self.fixed_point_peak))
+    }
+}
+
+/// The first `len` elements of scratch space, which grows to the largest request.
+fn scratch(space: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    if space.len() < len {
+        space.resize(len, 0.0);
+    }
+    &mut space[..len]
+}

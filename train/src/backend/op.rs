@@ -194,6 +194,16 @@ impl Heads {
         self.groups * (self.queries_per_group + 2) * self.head_dim
     }
 
+    /// Columns of `kv`: per group key, then value.
+    pub fn kv_cols(self) -> usize {
+        self.groups * 2 * self.head_dim
+    }
+
+    /// Columns of the attention's output.
+    pub fn out_cols(self) -> usize {
+        self.num_queries() * self.head_dim
+    }
+
     /// Local query heads.
     pub fn num_queries(self) -> usize {
         self.groups * self.queries_per_group

@@ -82,6 +82,7 @@ impl Recorder {
 
 impl Backend for Recorder {
     fn run(&mut self, op: Op) -> Result<(), BackendError> {
+        op.check();
         let (reads, writes) = op.operands();
         self.touch(reads.into_iter().chain(writes));
         Ok(())

@@ -1,1 +1,256 @@
 //! Every operation again, naive, in f64: what tests compare with.
+
+use super::Heads;
+
+/// A row-major matrix.
+#[derive(Clone, Debug)]
+pub(crate) struct Mat {
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) data: Vec<f64>,
+}
+
+impl Mat {
+    pub(crate) fn zeros(rows: usize, cols: usize) -> Self {
+        Mat { rows, cols, data: vec![0.0; rows * cols] }
+    }
+
+    pub(crate) fn from_fn(rows: usize, cols: usize, f: impl Fn(usize, usize) -> f64) -> Self {
+        let data = (0..rows * cols).map(|at| f(at / cols, at % cols)).collect();
+        Mat { rows, cols, data }
+    }
+
+    pub(crate) fn transposed(&self) -> Self {
+        Mat::from_fn(self.cols, self.rows, |row, col| self[(col, row)])
+    }
+}
+
+impl std::ops::Index<(usize, usize)> for Mat {
+    type Output = f64;
+
+    fn index(&self, (row, col): (usize, usize)) -> &f64 {
+        assert!(col < self.cols);
+        &self.data[row * self.cols + col]
+    }
+}
+
+impl std::ops::IndexMut<(usize, usize)> for Mat {
+    fn index_mut(&mut self, (row, col): (usize, usize)) -> &mut f64 {
+        assert!(col < self.cols);
+        &mut self.data[row * self.cols + col]
+    }
+}
+
+/// `a · b`.
+pub(crate) fn matmul(a: &Mat, b: &Mat) -> Mat {
+    assert_eq!(a.cols, b.rows);
+    Mat::from_fn(a.rows, b.cols, |row, col| (0..a.cols).map(|k| a[(row, k)] * b[(k, col)]).sum())
+}
+
+/// `table[token - first_row]`, or zeros.
+pub(crate) fn embed(tokens: &[i32], table: &Mat, first_row: i32) -> Mat {
+    Mat::from_fn(tokens.len(), table.cols, |t, col| {
+        let row = tokens[t] - first_row;
+        if (0..table.rows as i32).contains(&row) { table[(row as usize, col)] } else { 0.0 }
+    })
+}
+
+pub(crate) fn embed_backward(tokens: &[i32], d_out: &Mat, first_row: i32, rows: usize) -> Mat {
+    let mut d_table = Mat::zeros(rows, d_out.cols);
+    for (t, token) in tokens.iter().enumerate() {
+        let row = token - first_row;
+        if (0..rows as i32).contains(&row) {
+            for col in 0..d_out.cols {
+                d_table[(row as usize, col)] += d_out[(t, col)];
+            }
+        }
+    }
+    d_table
+}
+
+/// 1 / rms of each row.
+pub(crate) fn rstd(x: &Mat, eps: f64) -> Mat {
+    Mat::from_fn(x.rows, 1, |row, _| {
+        let squares: f64 = (0..x.cols).map(|col| x[(row, col)].powi(2)).sum();
+        1.0 / (squares / x.cols as f64 + eps).sqrt()
+    })
+}
+
+/// `x · rstd · gamma`.
+pub(crate) fn norm(x: &Mat, gamma: &Mat, eps: f64) -> Mat {
+    let rstd = rstd(x, eps);
+    Mat::from_fn(x.rows, x.cols, |row, col| x[(row, col)] * rstd[(row, 0)] * gamma[(0, col)])
+}
+
+/// Gradients of `x` and `gamma`.
+pub(crate) fn norm_backward(d_out: &Mat, x: &Mat, gamma: &Mat, eps: f64) -> (Mat, Mat) {
+    let rstd = rstd(x, eps);
+    let x_hat = Mat::from_fn(x.rows, x.cols, |row, col| x[(row, col)] * rstd[(row, 0)]);
+    let g = Mat::from_fn(x.rows, x.cols, |row, col| d_out[(row, col)] * gamma[(0, col)]);
+    let d_x = Mat::from_fn(x.rows, x.cols, |row, col| {
+        let mean = (0..x.cols).map(|k| g[(row, k)] * x_hat[(row, k)]).sum::<f64>() / x.cols as f64;
+        rstd[(row, 0)] * (g[(row, col)] - x_hat[(row, col)] * mean)
+    });
+    let d_gamma =
+        Mat::from_fn(1, x.cols, |_, col| (0..x.rows).map(|row| d_out[(row, col)] * x_hat[(row, col)]).sum());
+    (d_x, d_gamma)
+}
+
+/// Rotates the query and key heads of `qkv`; `angle(row, pair)`.
+pub(crate) fn rope(qkv: &Mat, heads: Heads, angle: impl Fn(usize, usize) -> f64) -> Mat {
+    let mut out = qkv.clone();
+    let half = heads.head_dim / 2;
+    for row in 0..qkv.rows {
+        for group in 0..heads.groups {
+            let queries = (0..heads.queries_per_group).map(|query| heads.query(group, query));
+            for head in queries.chain([heads.key(group)]) {
+                for pair in 0..half {
+                    let (a, b) = (qkv[(row, head + pair)], qkv[(row, head + half + pair)]);
+                    let (sin, cos) = angle(row, pair).sin_cos();
+                    out[(row, head + pair)] = a * cos - b * sin;
+                    out[(row, head + half + pair)] = b * cos + a * sin;
+                }
+            }
+        }
+    }
+    out
+}
+
+/// Attention's inputs beside queries and keys. Row t of the queries belongs to sample t · batch / M.
+pub(crate) struct Attention<'a> {
+    pub(crate) heads: Heads,
+    pub(crate) batch: usize,
+    pub(crate) positions: &'a [i32],
+    /// What a weight is multiplied by: (row, local head, key position).
+    pub(crate) mask: &'a dyn Fn(usize, usize, usize) -> f64,
+}
+
+impl Attention<'_> {
+    /// Row of `kv` where the keys of query row `row` begin, and how many it sees.
+    fn keys(&self, row: usize, queries: &Mat, kv: &Mat) -> (usize, usize) {
+        let sample = row * self.batch / queries.rows;
+        (sample * kv.rows / self.batch, self.positions[row] as usize + 1)
+    }
+
+    /// (group, local head, first query column) of each query head.
+    fn query_heads(&self) -> impl Iterator<Item = (usize, usize, usize)> {
+        let heads = self.heads;
+        (0..heads.num_queries()).map(move |head| {
+            let (group, query) = (head / heads.queries_per_group, head % heads.queries_per_group);
+            (group, head, heads.query(group, query))
+        })
+    }
+
+    /// Softmax weights of a query over the keys it sees, and the log-sum-exp.
+    fn weights(&self, qkv: &Mat, kv: &Mat, row: usize, group: usize, query_col: usize) -> (Vec<f64>, f64) {
+        let d = self.heads.head_dim;
+        let (first, seen) = self.keys(row, qkv, kv);
+        let scores: Vec<f64> = (0..seen)
+            .map(|key| {
+                let dot: f64 =
+                    (0..d).map(|i| qkv[(row, query_col + i)] * kv[(first + key, 2 * group * d + i)]).sum();
+                dot / (d as f64).sqrt()
+            })
+            .collect();
+        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let lse = max + scores.iter().map(|score| (score - max).exp()).sum::<f64>().ln();
+        (scores.iter().map(|score| (score - lse).exp()).collect(), lse)
+    }
+
+    /// `out` and `lse`.
+    pub(crate) fn forward(&self, qkv: &Mat, kv: &Mat) -> (Mat, Mat) {
+        let d = self.heads.head_dim;
+        let mut out = Mat::zeros(qkv.rows, self.heads.out_cols());
+        let mut lses = Mat::zeros(qkv.rows, self.heads.num_queries());
+        for row in 0..qkv.rows {
+            for (group, head, query_col) in self.query_heads() {
+                let (weights, lse) = self.weights(qkv, kv, row, group, query_col);
+                let (first, _) = self.keys(row, qkv, kv);
+                lses[(row, head)] = lse;
+                for (key, weight) in weights.iter().enumerate() {
+                    for i in 0..d {
+                        out[(row, head * d + i)] +=
+                            weight * (self.mask)(row, head, key) * kv[(first + key, (2 * group + 1) * d + i)];
+                    }
+                }
+            }
+        }
+        (out, lses)
+    }
+
+    /// Gradients of the query columns of `qkv` (other columns zero) and of `kv`.
+    pub(crate) fn backward(&self, qkv: &Mat, kv: &Mat, d_out: &Mat) -> (Mat, Mat) {
+        let d = self.heads.head_dim;
+        let mut d_qkv = Mat::zeros(qkv.rows, qkv.cols);
+        let mut d_kv = Mat::zeros(kv.rows, kv.cols);
+        for row in 0..qkv.rows {
+            for (group, head, query_col) in self.query_heads() {
+                let (weights, _) = self.weights(qkv, kv, row, group, query_col);
+                let (first, _) = self.keys(row, qkv, kv);
+                let (key_col, value_col) = (2 * group * d, (2 * group + 1) * d);
+                let d_weights: Vec<f64> = (0..weights.len())
+                    .map(|key| {
+                        let dot: f64 = (0..d)
+                            .map(|i| d_out[(row, head * d + i)] * kv[(first + key, value_col + i)])
+                            .sum();
+                        dot * (self.mask)(row, head, key)
+                    })
+                    .collect();
+                let delta: f64 =
+                    weights.iter().zip(&d_weights).map(|(weight, d_weight)| weight * d_weight).sum();
+                for (key, weight) in weights.iter().enumerate() {
+                    let d_score = weight * (d_weights[key] - delta) / (d as f64).sqrt();
+                    for i in 0..d {
+                        d_qkv[(row, query_col + i)] += d_score * kv[(first + key, key_col + i)];
+                        d_kv[(first + key, key_col + i)] += d_score * qkv[(row, query_col + i)];
+                        d_kv[(first + key, value_col + i)] +=
+                            weight * (self.mask)(row, head, key) * d_out[(row, head * d + i)];
+                    }
+                }
+            }
+        }
+        (d_qkv, d_kv)
+    }
+}
+
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+pub(crate) fn glu(gate_up: &Mat) -> Mat {
+    let f = gate_up.cols / 2;
+    Mat::from_fn(gate_up.rows, f, |row, col| {
+        let gate = gate_up[(row, col)];
+        gate * sigmoid(gate) * gate_up[(row, f + col)]
+    })
+}
+
+pub(crate) fn glu_backward(d_out: &Mat, gate_up: &Mat) -> Mat {
+    let f = gate_up.cols / 2;
+    Mat::from_fn(gate_up.rows, gate_up.cols, |row, col| {
+        let (gate, up) = (gate_up[(row, col % f)], gate_up[(row, f + col % f)]);
+        let s = sigmoid(gate);
+        let factor = if col < f { up * s * (1.0 + gate * (1.0 - s)) } else { gate * s };
+        d_out[(row, col % f)] * factor
+    })
+}
+
+/// Weighted token losses over the first `valid` columns.
+pub(crate) fn cross_entropy(logits: &Mat, valid: usize, targets: &[i32], weights: &[f64]) -> Mat {
+    Mat::from_fn(logits.rows, 1, |row, _| {
+        let lse = (0..valid).map(|col| logits[(row, col)].exp()).sum::<f64>().ln();
+        weights[row] * (lse - logits[(row, targets[row] as usize)])
+    })
+}
+
+/// Gradient of the sum of losses.
+pub(crate) fn cross_entropy_backward(logits: &Mat, valid: usize, targets: &[i32], weights: &[f64]) -> Mat {
+    Mat::from_fn(logits.rows, logits.cols, |row, col| {
+        if col >= valid {
+            return 0.0;
+        }
+        let sum: f64 = (0..valid).map(|col| logits[(row, col)].exp()).sum();
+        let hit = if targets[row] == col as i32 { 1.0 } else { 0.0 };
+        weights[row] * (logits[(row, col)].exp() / sum - hit)
+    })
+}

@@ -1,0 +1,267 @@
+//! What every operation asks of its operands, on every device.
+
+use super::{Heads, Op, View};
+use mesh::DType;
+use mesh::DType::{F32, I32, I64};
+
+impl Op {
+    /// The operation's name.
+    pub fn name(&self) -> &'static str {
+        use Op::*;
+        match self {
+            Zero { .. } => "Zero",
+            Copy { .. } => "Copy",
+            Add { .. } => "Add",
+            AddFixed { .. } => "AddFixed",
+            GatherRows { .. } => "GatherRows",
+            Embed { .. } => "Embed",
+            EmbedBackward { .. } => "EmbedBackward",
+            AddNorm { .. } => "AddNorm",
+            NormApply { .. } => "NormApply",
+            NormBackward { .. } => "NormBackward",
+            Linear { .. } => "Linear",
+            LinearDx { .. } => "LinearDx",
+            LinearDw { .. } => "LinearDw",
+            Rope { .. } => "Rope",
+            PackKv { .. } => "PackKv",
+            UnpackKv { .. } => "UnpackKv",
+            Attention { .. } => "Attention",
+            AttentionBackward { .. } => "AttentionBackward",
+            Glu { .. } => "Glu",
+            GluBackward { .. } => "GluBackward",
+            CeMax { .. } => "CeMax",
+            CeSum { .. } => "CeSum",
+            CeGrad { .. } => "CeGrad",
+            SumRows { .. } => "SumRows",
+            Dropout { .. } => "Dropout",
+            FxTake { .. } => "FxTake",
+            SquareNorm { .. } => "SquareNorm",
+            AdamW { .. } => "AdamW",
+        }
+    }
+
+    /// Checks types, shapes and divisibility of the operands. Values (positions, row indices) are not looked at.
+    ///
+    /// # Panics
+    /// With the operation, the operand, what it is and what it should be.
+    pub fn check(&self) {
+        use Op::*;
+        let name = self.name();
+        let is = |operand: &str, view: View, dtype: DType, rows: usize, cols: usize| {
+            assert!(
+                view.dtype == dtype && view.rows == rows && view.cols == cols,
+                "{name}: `{operand}` is {} {} × {}, expected {dtype} {rows} × {cols}",
+                view.dtype,
+                view.rows,
+                view.cols
+            );
+            assert!(
+                view.rows <= 1 || view.stride >= view.cols,
+                "{name}: rows of `{operand}` overlap: {} columns at a stride of {}",
+                view.cols,
+                view.stride
+            );
+        };
+        let divides = |what: &str, part: usize, whole: usize| {
+            assert!(
+                part > 0 && whole.is_multiple_of(part),
+                "{name}: {what} of {part} does not divide {whole}"
+            );
+        };
+        match *self {
+            Zero { dst } => is("dst", dst, dst.dtype, dst.rows, dst.cols),
+            Copy { src, dst } => {
+                is("src", src, src.dtype, src.rows, src.cols);
+                is("dst", dst, src.dtype, src.rows, src.cols);
+            }
+            Add { src, dst } => {
+                is("src", src, F32, src.rows, src.cols);
+                is("dst", dst, F32, src.rows, src.cols);
+            }
+            AddFixed { src, dst } => {
+                is("src", src, I64, src.rows, src.cols);
+                is("dst", dst, I64, src.rows, src.cols);
+            }
+            GatherRows { src, index, dst } => {
+                is("src", src, src.dtype, src.rows, src.cols);
+                is("index", index, I32, dst.rows, 1);
+                is("dst", dst, src.dtype, dst.rows, src.cols);
+            }
+            Embed { tokens, table, out, .. } => {
+                is("tokens", tokens, I32, out.rows, 1);
+                is("table", table, F32, table.rows, out.cols);
+                is("out", out, F32, out.rows, out.cols);
+            }
+            EmbedBackward { tokens, d_out, acc, .. } => {
+                is("tokens", tokens, I32, d_out.rows, 1);
+                is("d_out", d_out, F32, d_out.rows, d_out.cols);
+                is("acc", acc, I64, acc.rows, d_out.cols);
+            }
+            AddNorm { x, delta, gamma, sum, rstd, out, .. } => {
+                is("x", x, F32, x.rows, x.cols);
+                if let Some(delta) = delta {
+                    is("delta", delta, F32, x.rows, x.cols);
+                }
+                is("gamma", gamma, F32, 1, x.cols);
+                is("sum", sum, F32, x.rows, x.cols);
+                is("rstd", rstd, F32, x.rows, 1);
+                is("out", out, F32, x.rows, x.cols);
+            }
+            NormApply { sum, rstd, gamma, out } => {
+                is("sum", sum, F32, sum.rows, sum.cols);
+                is("rstd", rstd, F32, sum.rows, 1);
+                is("gamma", gamma, F32, 1, sum.cols);
+                is("out", out, F32, sum.rows, sum.cols);
+            }
+            NormBackward { d_out, sum, rstd, gamma, d_sum, d_gamma, leaf, .. } => {
+                is("sum", sum, F32, sum.rows, sum.cols);
+                is("d_out", d_out, F32, sum.rows, sum.cols);
+                is("rstd", rstd, F32, sum.rows, 1);
+                is("gamma", gamma, F32, 1, sum.cols);
+                is("d_sum", d_sum, F32, sum.rows, sum.cols);
+                is("d_gamma", d_gamma, I64, 1, sum.cols);
+                divides("a leaf", leaf, sum.rows);
+            }
+            Linear { x, w, out, .. } => {
+                is("x", x, F32, x.rows, x.cols);
+                is("w", w, F32, w.rows, x.cols);
+                is("out", out, F32, x.rows, w.rows);
+            }
+            LinearDx { d_out, w, d_x, .. } => {
+                is("d_out", d_out, F32, d_out.rows, d_out.cols);
+                is("w", w, F32, d_out.cols, w.cols);
+                is("d_x", d_x, F32, d_out.rows, w.cols);
+            }
+            LinearDw { d_out, x, acc, leaf, .. } => {
+                is("d_out", d_out, F32, x.rows, d_out.cols);
+                is("x", x, F32, x.rows, x.cols);
+                is("acc", acc, I64, d_out.cols, x.cols);
+                divides("a leaf", leaf, x.rows);
+            }
+            Rope { qkv, positions, table, heads, .. } => {
+                is("qkv", qkv, F32, qkv.rows, heads.qkv_cols());
+                is("positions", positions, I32, qkv.rows, 1);
+                is("table", table, F32, table.rows, heads.head_dim);
+                divides("a pair", 2, heads.head_dim);
+            }
+            PackKv { qkv, kv, heads } => {
+                is("qkv", qkv, F32, qkv.rows, heads.qkv_cols());
+                is("kv", kv, F32, qkv.rows, heads.kv_cols());
+            }
+            UnpackKv { d_kv, d_qkv, heads } => {
+                is("d_kv", d_kv, F32, d_kv.rows, heads.kv_cols());
+                is("d_qkv", d_qkv, F32, d_kv.rows, heads.qkv_cols());
+            }
+            Attention { qkv, kv, positions, samples, out, lse, heads, batch, leaf, .. } => {
+                let rows = qkv.rows;
+                is("qkv", qkv, F32, rows, heads.qkv_cols());
+                is("kv", kv, F32, kv.rows, heads.kv_cols());
+                is("positions", positions, I32, rows, 1);
+                is("samples", samples, I64, rows, 1);
+                is("out", out, F32, rows, heads.out_cols());
+                is("lse", lse, F32, rows, heads.num_queries());
+                attention_divides(&divides, heads, rows, kv.rows, batch, leaf);
+            }
+            AttentionBackward {
+                qkv,
+                kv,
+                positions,
+                samples,
+                out,
+                lse,
+                d_out,
+                d_qkv,
+                d_kv,
+                heads,
+                batch,
+                leaf,
+                ..
+            } => {
+                let rows = qkv.rows;
+                is("qkv", qkv, F32, rows, heads.qkv_cols());
+                is("kv", kv, F32, kv.rows, heads.kv_cols());
+                is("positions", positions, I32, rows, 1);
+                is("samples", samples, I64, rows, 1);
+                is("out", out, F32, rows, heads.out_cols());
+                is("lse", lse, F32, rows, heads.num_queries());
+                is("d_out", d_out, F32, rows, heads.out_cols());
+                is("d_qkv", d_qkv, F32, rows, heads.qkv_cols());
+                is("d_kv", d_kv, I64, kv.rows, heads.kv_cols());
+                attention_divides(&divides, heads, rows, kv.rows, batch, leaf);
+            }
+            Glu { gate_up, out } => {
+                is("gate_up", gate_up, F32, out.rows, 2 * out.cols);
+                is("out", out, F32, out.rows, out.cols);
+            }
+            GluBackward { d_out, gate_up, d_gate_up } => {
+                is("d_out", d_out, F32, d_out.rows, d_out.cols);
+                is("gate_up", gate_up, F32, d_out.rows, 2 * d_out.cols);
+                is("d_gate_up", d_gate_up, F32, d_out.rows, 2 * d_out.cols);
+            }
+            CeMax { logits, valid, max } => {
+                is("logits", logits, F32, logits.rows, logits.cols);
+                is("max", max, F32, logits.rows, 1);
+                assert!(valid <= logits.cols, "{name}: {valid} valid columns of {}", logits.cols);
+            }
+            CeSum { logits, max, target, valid, block, sum, picked, .. } => {
+                is("logits", logits, F32, logits.rows, logits.cols);
+                is("max", max, F32, logits.rows, 1);
+                is("target", target, I32, logits.rows, 1);
+                is("sum", sum, F32, logits.rows, 1);
+                is("picked", picked, F32, logits.rows, 1);
+                assert!(valid <= logits.cols, "{name}: {valid} valid columns of {}", logits.cols);
+                divides("a block", block, logits.cols);
+            }
+            CeGrad { logits, max, sum, picked, target, weight, valid, loss, .. } => {
+                is("logits", logits, F32, logits.rows, logits.cols);
+                is("target", target, I32, logits.rows, 1);
+                for (operand, view) in
+                    [("max", max), ("sum", sum), ("picked", picked), ("weight", weight), ("loss", loss)]
+                {
+                    is(operand, view, F32, logits.rows, 1);
+                }
+                assert!(valid <= logits.cols, "{name}: {valid} valid columns of {}", logits.cols);
+            }
+            SumRows { x, acc, leaf, .. } => {
+                is("x", x, F32, x.rows, 1);
+                is("acc", acc, I64, 1, 1);
+                divides("a leaf", leaf, x.rows);
+            }
+            Dropout { x, samples, positions, dropout, .. } => {
+                is("x", x, F32, x.rows, x.cols);
+                is("samples", samples, I64, x.rows, 1);
+                is("positions", positions, I32, x.rows, 1);
+                assert!((0.0..1.0).contains(&dropout.p), "{name}: a probability of {}", dropout.p);
+            }
+            FxTake { acc, out, .. } => {
+                is("acc", acc, I64, acc.rows, acc.cols);
+                is("out", out, F32, acc.rows, acc.cols);
+            }
+            SquareNorm { x, limbs } => {
+                is("x", x, F32, x.rows, x.cols);
+                is("limbs", limbs, I64, 1, 6);
+            }
+            AdamW { w, m, v, g, .. } => {
+                for (operand, view) in [("w", w), ("m", m), ("v", v), ("g", g)] {
+                    is(operand, view, F32, w.rows, w.cols);
+                    assert!(view.is_contiguous(), "{name}: `{operand}` is strided");
+                }
+            }
+        }
+    }
+}
+
+/// Queries are cut into samples and leaves, keys into samples.
+fn attention_divides(
+    divides: &impl Fn(&str, usize, usize),
+    heads: Heads,
+    rows: usize,
+    kv_rows: usize,
+    batch: usize,
+    leaf: usize,
+) {
+    divides("a batch", batch, rows);
+    divides("a batch", batch, kv_rows);
+    divides("a leaf", leaf, rows / batch);
+    assert!(heads.head_dim > 0, "attention heads have elements");
+}

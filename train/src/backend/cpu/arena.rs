@@ -1,0 +1,87 @@
+//! The elements of one type, and disjoint borrows of them.
+
+use super::matrix::{Matrix, MatrixMut};
+use crate::backend::{MemoryPlan, View};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// All buffers of one element type.
+#[derive(Debug)]
+pub(super) struct Arena<T> {
+    elements: Vec<T>,
+    plan: Arc<MemoryPlan>,
+}
+
+impl<T: Copy + Default> Arena<T> {
+    /// An arena of `len` zeros for the buffers of `plan`.
+    pub(super) fn new(plan: &Arc<MemoryPlan>, len: usize) -> Self {
+        Arena { elements: vec![T::default(); len], plan: Arc::clone(plan) }
+    }
+
+    /// Borrows what an operation writes and what it reads. Reads may overlap each other.
+    ///
+    /// # Panics
+    /// If a written range overlaps another operand: an operation that works in place has one operand for both.
+    pub(super) fn borrow<const W: usize, const R: usize>(
+        &mut self,
+        writes: [View; W],
+        reads: [View; R],
+    ) -> ([MatrixMut<'_, T>; W], [Matrix<'_, T>; R]) {
+        let write_ranges = writes.map(|view| self.range(view));
+        let read_ranges = reads.map(|view| self.range(view));
+        let plan = &self.plan;
+        let name = |view: View| &plan.slot(view.buf).name;
+
+        let mut by_start: [usize; W] = std::array::from_fn(|index| index);
+        by_start.sort_unstable_by_key(|index| (write_ranges[*index].start, write_ranges[*index].end));
+        let mut written = [const { None }; W];
+        let mut gaps: [(usize, &[T]); W] = [(0, &[]); W];
+        let mut rest = self.elements.as_mut_slice();
+        let mut at = 0;
+        for (order, index) in by_start.into_iter().enumerate() {
+            let range = &write_ranges[index];
+            assert!(range.start >= at, "`{}` is written twice by one operation", name(writes[index]));
+            let (gap, tail) = rest.split_at_mut(range.start - at);
+            let (own, tail) = tail.split_at_mut(range.len());
+            gaps[order] = (at, gap);
+            written[index] = Some(MatrixMut::new(own, writes[index]));
+            (rest, at) = (tail, range.end);
+        }
+        let last_gap = (at, &*rest);
+
+        let written = written.map(|matrix| matrix.expect("every written range was split off"));
+        let mut index = 0;
+        let read = reads.map(|view| {
+            let range = &read_ranges[index];
+            index += 1;
+            let (start, gap) = gaps
+                .iter()
+                .chain([&last_gap])
+                .find(|(start, gap)| *start <= range.start && range.end <= start + gap.len())
+                .unwrap_or_else(|| panic!("`{}` is read and written by one operation", name(view)));
+            Matrix::new(&gap[range.start - start..range.end - start], view)
+        });
+        (written, read)
+    }
+
+    /// Sets a whole buffer to `value`.
+    pub(super) fn fill(&mut self, view: View, value: T) {
+        let range = self.range(view);
+        self.elements[range].fill(value);
+    }
+
+    /// The elements between the view's first and last, counted in the arena.
+    fn range(&self, view: View) -> Range<usize> {
+        let slot = self.plan.slot(view.buf);
+        let (start, end) = view.extent();
+        assert!(
+            view.dtype == slot.dtype && end <= slot.len,
+            "`{}` has {} elements of {}, its view wants {} up to {end}",
+            slot.name,
+            slot.len,
+            slot.dtype,
+            view.dtype
+        );
+        if start == end { 0..0 } else { slot.start + start..slot.start + end }
+    }
+}

@@ -1,0 +1,255 @@
+//! Causal attention by query leaves, rotary positions, and the packing of keys and values.
+//!
+//! A leaf's queries see the keys from position 0 to the leaf's last; later keys of the leaf's own rows have weight +0. So
+//! a leaf is computed in the same way wherever its rows lie and however many heads are local.
+
+use super::fixed::FixedPoint;
+use super::gemm::{Factor, gemm};
+use super::{Matrix, MatrixMut, scratch};
+use crate::backend::{Dropout, Heads};
+use crate::numerics::{dot, exp, ln, max, sum};
+use crate::rng::DropoutRow;
+use std::ops::Range;
+
+pub(super) fn rope(
+    mut qkv: MatrixMut<'_, f32>,
+    positions: Matrix<'_, i32>,
+    table: Matrix<'_, f32>,
+    heads: Heads,
+    inverse: bool,
+) {
+    for row in 0..qkv.rows {
+        let position = usize::try_from(*positions.at(row)).expect("positions count from 0");
+        let (cosines, sines) = table.row(position).split_at(heads.head_dim / 2);
+        let qkv = qkv.row(row);
+        for group in 0..heads.groups {
+            // The query heads of a group and its key head lie side by side.
+            let rotated = &mut qkv[heads.query(group, 0)..heads.value(group)];
+            for head in rotated.chunks_exact_mut(heads.head_dim) {
+                let (first, second) = head.split_at_mut(heads.head_dim / 2);
+                for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cosines).zip(sines) {
+                    let sin = if inverse { -sin } else { *sin };
+                    (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+                }
+            }
+        }
+    }
+}
+
+pub(super) fn pack_kv(qkv: Matrix<'_, f32>, mut kv: MatrixMut<'_, f32>, heads: Heads) {
+    for (row, qkv) in qkv.iter().enumerate() {
+        for (group, kv) in kv.row(row).chunks_exact_mut(2 * heads.head_dim).enumerate() {
+            kv.copy_from_slice(&qkv[heads.key(group)..][..2 * heads.head_dim]);
+        }
+    }
+}
+
+pub(super) fn unpack_kv(d_kv: Matrix<'_, f32>, mut d_qkv: MatrixMut<'_, f32>, heads: Heads) {
+    for (row, d_kv) in d_kv.iter().enumerate() {
+        let d_qkv = d_qkv.row(row);
+        for (group, d_kv) in d_kv.chunks_exact(2 * heads.head_dim).enumerate() {
+            d_qkv[heads.key(group)..][..2 * heads.head_dim].copy_from_slice(d_kv);
+        }
+    }
+}
+
+/// Which tokens the rows of queries are.
+#[derive(Clone, Copy)]
+pub(super) struct Tokens<'a> {
+    pub(super) positions: Matrix<'a, i32>,
+    pub(super) samples: Matrix<'a, i64>,
+    /// Samples; their queries follow one another, as their keys do.
+    pub(super) batch: usize,
+    pub(super) leaf: usize,
+}
+
+/// The inputs of attention.
+#[derive(Clone, Copy)]
+pub(super) struct Call<'a> {
+    pub(super) qkv: Matrix<'a, f32>,
+    pub(super) kv: Matrix<'a, f32>,
+    pub(super) tokens: Tokens<'a>,
+    pub(super) heads: Heads,
+    pub(super) dropout: Option<Dropout>,
+    /// Global number of the first local query head.
+    pub(super) first_head: u32,
+}
+
+/// The results of attention.
+#[derive(Clone, Copy)]
+pub(super) struct Forward<'a> {
+    pub(super) out: Matrix<'a, f32>,
+    pub(super) lse: Matrix<'a, f32>,
+}
+
+/// The queries of one leaf and one head, and the keys they see.
+#[derive(Clone)]
+struct Block {
+    queries: Range<usize>,
+    /// Position of the first query.
+    position: usize,
+    /// Rows of `kv`.
+    keys: Range<usize>,
+    /// Columns of the queries in `qkv`, of keys and of values in `kv`.
+    query_cols: Range<usize>,
+    key_cols: Range<usize>,
+    value_cols: Range<usize>,
+    /// Columns of the head in `out`.
+    out_cols: Range<usize>,
+    /// Local number of the head.
+    head: usize,
+}
+
+impl Block {
+    /// Each row of scores with its query's row and the number of keys it sees.
+    fn rows<'s>(
+        &self,
+        scores: &'s mut [f32],
+    ) -> impl Iterator<Item = (usize, usize, &'s mut [f32])> + use<'s> {
+        let (first, position) = (self.queries.start, self.position);
+        let rows = scores.chunks_exact_mut(self.keys.len()).enumerate();
+        rows.map(move |(row, scores)| (first + row, position + row + 1, scores))
+    }
+}
+
+impl<'a> Call<'a> {
+    pub(super) fn forward(
+        &self,
+        mut out: MatrixMut<'_, f32>,
+        mut lse: MatrixMut<'_, f32>,
+        space: &mut Vec<f32>,
+    ) {
+        let scale = self.scale();
+        self.for_each_block(|block| {
+            let scores = scratch(space, block.queries.len() * block.keys.len());
+            self.scores(&block, scores);
+            for (row, seen, scores) in block.rows(scores) {
+                let (scores, hidden) = scores.split_at_mut(seen);
+                let max = max(scores) * scale;
+                for score in scores.iter_mut() {
+                    *score = exp(*score * scale - max);
+                }
+                let total = sum(scores);
+                lse.row(row)[block.head] = max + ln(total);
+                for score in scores.iter_mut() {
+                    *score /= total;
+                }
+                hidden.fill(0.0);
+                self.drop(&block, row, scores);
+            }
+            let weights = Factor::new(Matrix::contiguous(scores, block.keys.len()));
+            let values = self.kv.block(block.keys, block.value_cols);
+            gemm(weights, Factor::new(values), out.block(block.queries, block.out_cols), false);
+        });
+    }
+
+    pub(super) fn backward(
+        &self,
+        Forward { out, lse }: Forward<'_>,
+        d_out: Matrix<'_, f32>,
+        mut d_qkv: MatrixMut<'_, f32>,
+        mut d_kv: MatrixMut<'_, i64>,
+        fixed: &mut FixedPoint,
+        space: &mut Vec<f32>,
+    ) {
+        let scale = self.scale();
+        let head_dim = self.heads.head_dim;
+        self.for_each_block(|block| {
+            let num_keys = block.keys.len();
+            let num_scores = block.queries.len() * num_keys;
+            let space = scratch(space, 2 * num_scores + num_keys * head_dim);
+            let (weights, space) = space.split_at_mut(num_scores);
+            let (d_scores, product) = space.split_at_mut(num_scores);
+            let d_out_head = d_out.block(block.queries.clone(), block.out_cols.clone());
+            let keys = self.kv.block(block.keys.clone(), block.key_cols.clone());
+            let values = self.kv.block(block.keys.clone(), block.value_cols.clone());
+            let queries = self.qkv.block(block.queries.clone(), block.query_cols.clone());
+
+            self.scores(&block, weights);
+            let d_weights = MatrixMut::contiguous(d_scores, num_keys);
+            gemm(Factor::new(d_out_head), Factor::transposed(values), d_weights, false);
+            for ((row, seen, weights), d_scores) in
+                block.rows(weights).zip(d_scores.chunks_exact_mut(num_keys))
+            {
+                let (weights, hidden) = weights.split_at_mut(seen);
+                let (d_scores, d_hidden) = d_scores.split_at_mut(seen);
+                let lse = lse.row(row)[block.head];
+                let cols = block.out_cols.clone();
+                let delta = dot(&d_out.row(row)[cols.clone()], &out.row(row)[cols]);
+                self.drop(&block, row, d_scores);
+                for (weight, d_score) in weights.iter_mut().zip(d_scores) {
+                    *weight = exp(*weight * scale - lse);
+                    *d_score = *weight * (*d_score - delta) * scale;
+                }
+                self.drop(&block, row, weights);
+                hidden.fill(0.0);
+                d_hidden.fill(0.0);
+            }
+            let weights = Matrix::contiguous(weights, num_keys);
+            let d_scores = Matrix::contiguous(d_scores, num_keys);
+            let d_queries = d_qkv.block(block.queries.clone(), block.query_cols.clone());
+            gemm(Factor::new(d_scores), Factor::new(keys), d_queries, false);
+            let mut add = |weights, factor, cols: Range<usize>| {
+                let contiguous = MatrixMut::contiguous(product, head_dim);
+                gemm(Factor::transposed(weights), Factor::new(factor), contiguous, false);
+                for (key, product) in block.keys.clone().zip(product.chunks_exact(head_dim)) {
+                    fixed.add(&mut d_kv.row(key)[cols.clone()], product);
+                }
+            };
+            add(d_scores, queries, block.key_cols.clone());
+            add(weights, d_out_head, block.value_cols.clone());
+        });
+    }
+
+    fn scale(&self) -> f32 {
+        1.0 / (self.heads.head_dim as f32).sqrt()
+    }
+
+    /// Queries times keys, unscaled.
+    fn scores(&self, block: &Block, scores: &mut [f32]) {
+        let queries = self.qkv.block(block.queries.clone(), block.query_cols.clone());
+        let keys = self.kv.block(block.keys.clone(), block.key_cols.clone());
+        let scores = MatrixMut::contiguous(scores, keys.rows);
+        gemm(Factor::new(queries), Factor::transposed(keys), scores, false);
+    }
+
+    /// Applies dropout, if any, to the weights (or their gradients) of the query at `row`.
+    fn drop(&self, block: &Block, row: usize, weights: &mut [f32]) {
+        if let Some(Dropout { p, seed, layer }) = self.dropout {
+            let Tokens { positions, samples, .. } = self.tokens;
+            let head = self.first_head + block.head as u32;
+            DropoutRow::attention(seed, layer, head, *samples.at(row), *positions.at(row)).apply(p, weights);
+        }
+    }
+
+    fn for_each_block(&self, mut run: impl FnMut(Block)) {
+        let Tokens { positions, batch, leaf, .. } = self.tokens;
+        let (local, keys) = (self.qkv.rows / batch, self.kv.rows / batch);
+        let heads = self.heads;
+        let width = heads.head_dim;
+        for first in (0..self.qkv.rows).step_by(leaf) {
+            let position = usize::try_from(*positions.at(first)).expect("positions count from 0");
+            let consecutive = (0..leaf).all(|row| *positions.at(first + row) as usize == position + row);
+            assert!(consecutive, "positions of a leaf follow one another, from row {first} on they do not");
+            assert!(position + leaf <= keys, "a query at position {} of {keys}", position + leaf - 1);
+            let first_key = first / local * keys;
+            for group in 0..heads.groups {
+                let (key_col, value_col) = (2 * group * width, (2 * group + 1) * width);
+                for query in 0..heads.queries_per_group {
+                    let head = group * heads.queries_per_group + query;
+                    let query_col = heads.query(group, query);
+                    run(Block {
+                        queries: first..first + leaf,
+                        position,
+                        keys: first_key..first_key + position + leaf,
+                        query_cols: query_col..query_col + width,
+                        key_cols: key_col..key_col + width,
+                        value_cols: value_col..value_col + width,
+                        out_cols: head * width..(head + 1) * width,
+                        head,
+                    });
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! Operations that move or add whole rows.
+
+use super::fixed::FixedPoint;
+use super::{Matrix, MatrixMut};
+use crate::backend::{Dropout, HiddenSite};
+use crate::rng::DropoutRow;
+use bytemuck::Pod;
+
+pub(super) fn copy<T: Copy>(src: Matrix<'_, T>, mut dst: MatrixMut<'_, T>) {
+    for (row, src) in src.iter().enumerate() {
+        dst.row(row).copy_from_slice(src);
+    }
+}
+
+pub(super) fn add(src: Matrix<'_, f32>, mut dst: MatrixMut<'_, f32>) {
+    for (row, src) in src.iter().enumerate() {
+        for (dst, src) in dst.row(row).iter_mut().zip(src) {
+            *dst += src;
+        }
+    }
+}
+
+pub(super) fn add_fixed(src: Matrix<'_, i64>, mut dst: MatrixMut<'_, i64>) {
+    for (row, src) in src.iter().enumerate() {
+        for (dst, src) in dst.row(row).iter_mut().zip(src) {
+            *dst = dst.wrapping_add(*src);
+        }
+    }
+}
+
+pub(super) fn gather<T: Copy + Default>(
+    src: Matrix<'_, T>,
+    index: Matrix<'_, i32>,
+    mut dst: MatrixMut<'_, T>,
+) {
+    for row in 0..dst.rows {
+        match usize::try_from(*index.at(row)) {
+            Ok(from) => {
+                assert!(from < src.rows, "row {from} of {} is gathered", src.rows);
+                dst.row(row).copy_from_slice(src.row(from));
+            }
+            Err(_) => dst.row(row).fill(T::default()),
+        }
+    }
+}
+
+/// The row of a vocabulary shard that holds `token`.
+fn row_of(token: i32, first_row: i32, rows: usize) -> Option<usize> {
+    usize::try_from(i64::from(token) - i64::from(first_row)).ok().filter(|row| *row < rows)
+}
+
+pub(super) fn embed(
+    tokens: Matrix<'_, i32>,
+    table: Matrix<'_, f32>,
+    first_row: i32,
+    mut out: MatrixMut<'_, f32>,
+) {
+    for row in 0..out.rows {
+        let out = out.row(row);
+        match row_of(*tokens.at(row), first_row, table.rows) {
+            // Adding +0 turns −0 into +0, as the sum over vocabulary shards does.
+            Some(from) => out.iter_mut().zip(table.row(from)).for_each(|(out, x)| *out = x + 0.0),
+            None => out.fill(0.0),
+        }
+    }
+}
+
+pub(super) fn embed_backward(
+    tokens: Matrix<'_, i32>,
+    d_out: Matrix<'_, f32>,
+    first_row: i32,
+    mut acc: MatrixMut<'_, i64>,
+    fixed: &mut FixedPoint,
+) {
+    for (row, d_out) in d_out.iter().enumerate() {
+        if let Some(to) = row_of(*tokens.at(row), first_row, acc.rows) {
+            fixed.add(acc.row(to), d_out);
+        }
+    }
+}
+
+pub(super) fn sum_rows(x: Matrix<'_, f32>, mut acc: MatrixMut<'_, i64>, leaf: usize, fixed: &mut FixedPoint) {
+    for first in (0..x.rows).step_by(leaf) {
+        let sum = (first..first + leaf).fold(0.0, |sum, row| sum + x.at(row));
+        fixed.add_one(acc.at(0), sum);
+    }
+}
+
+pub(super) fn dropout(
+    mut x: MatrixMut<'_, f32>,
+    samples: Matrix<'_, i64>,
+    positions: Matrix<'_, i32>,
+    dropout: Dropout,
+    site: HiddenSite,
+) {
+    let Dropout { p, seed, layer } = dropout;
+    for row in 0..x.rows {
+        let words = DropoutRow::hidden(seed, layer, site as u32, *samples.at(row), *positions.at(row));
+        words.apply(p, x.row(row));
+    }
+}
+
+pub(super) fn upload<T: Pod>(bytes: &[u8], mut dst: MatrixMut<'_, T>) {
+    let row_bytes = dst.cols * size_of::<T>();
+    for row in 0..dst.rows {
+        let dst: &mut [u8] = bytemuck::cast_slice_mut(dst.row(row));
+        dst.copy_from_slice(&bytes[row * row_bytes..][..row_bytes]);
+    }
+}
+
+pub(super) fn download<T: Pod>(src: Matrix<'_, T>, bytes: &mut [u8]) {
+    let row_bytes = src.cols * size_of::<T>();
+    for (row, src) in src.iter().enumerate() {
+        bytes[row * row_bytes..][..row_bytes].copy_from_slice(bytemuck::cast_slice(src));
+    }
+}
