@@ -61,13 +61,13 @@ pub struct ParallelArgs {
     /// shards inside GTP]
     #[cfg_attr(feature = "clap", arg(long, value_enum, value_name = "ORDER"))]
     pub rank_order: Option<RankOrder>,
-    /// Samples that a rank runs at a time [required]
+    /// Samples that a rank runs at a time [required, no default]
     #[cfg_attr(feature = "clap", arg(long, visible_alias = "mbs", value_name = "SAMPLES"))]
     pub micro_batch_size: Option<u32>,
     /// Samples of an optimizer step [default: micro batch size × batch parallel size; a multiple of it]
     #[cfg_attr(feature = "clap", arg(long, visible_alias = "gbs", value_name = "SAMPLES"))]
     pub global_batch_size: Option<u64>,
-    /// Tokens of a sample [required; a multiple of 2 × runtime CP if that is above 1, and of runtime CP × SP degree]
+    /// Tokens of a sample [required, no default; a multiple of 2 × runtime CP if that is above 1, and of runtime CP × SP degree]
     #[cfg_attr(feature = "clap", arg(long, value_name = "TOKENS"))]
     pub seq_length: Option<u64>,
 }

@@ -6,6 +6,7 @@ use crate::region::Region;
 use crate::shape::Shape;
 use crate::shard::ReplicaId;
 use serde::{Deserialize, Serialize};
+use std::num::NonZeroU64;
 
 /// How a logical tensor is divided. Sizes are logical: padding exists only in memory and is never stored.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -15,7 +16,14 @@ pub struct Placement {
 
 /// One dim of a placement.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "DimFields", into = "DimFields")]
 pub struct DimPlacement {
+    fields: DimFields,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct DimFields {
     /// Logical extents of the fused parts along this dim (gate and up, say), in order; one for a plain dim.
     /// Each part is cut on its own by an exact cut.
     parts: Vec<u64>,
@@ -24,9 +32,48 @@ pub struct DimPlacement {
     padded: Option<u64>,
     /// A multiple to which each rank's piece of each part is padded in memory after the exact cut.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    align: Option<u64>,
-    /// Cuts, the outermost first.
+    align: Option<NonZeroU64>,
+    /// The outermost first.
     cuts: Vec<Cut>,
+}
+
+/// Groups that may share a dim out: the axes that the others leave are those of a group, whose positions then tell the
+/// copies apart.
+const CUTTING_GROUPS: [GroupKind; 6] = [
+    GroupKind::Tp,
+    GroupKind::GtpRemat,
+    GroupKind::DpCp,
+    GroupKind::DpCpGtpRemat,
+    GroupKind::DpGtpRemat,
+    GroupKind::Pp,
+];
+
+/// Why a dim cannot be described so.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidDim {
+    /// No part, or more elements than can be counted.
+    #[error("a dim of parts {parts:?} has no part, or more elements than can be counted")]
+    Parts {
+        /// Elements of each part.
+        parts: Vec<u64>,
+    },
+    /// A padded extent that is too small, or that of a fused dim.
+    #[error("a dim of parts {parts:?} cannot be padded to {padded}; only one part can, and only to more")]
+    Padded {
+        /// Elements of each part.
+        parts: Vec<u64>,
+        /// Elements with padding.
+        padded: u64,
+    },
+    /// An exact cut after an uneven one, which joins the parts.
+    #[error("an exact cut cannot follow an uneven one, which joins the parts")]
+    ExactAfterCeil,
+    /// A group that no dim is cut over.
+    #[error("no dim is cut over `{group}`, because no group would tell the copies apart")]
+    Group {
+        /// The group.
+        group: GroupKind,
+    },
 }
 
 /// One cut of a dim over the members of a group.
@@ -89,6 +136,41 @@ struct Run {
     len: u64,
 }
 
+impl TryFrom<DimFields> for DimPlacement {
+    type Error = InvalidDim;
+
+    fn try_from(fields: DimFields) -> Result<Self, InvalidDim> {
+        let DimFields { parts, padded, align, cuts } = &fields;
+        // Alignment adds less than `align` to each part. Half the range is left for sums of positions.
+        let align = align.map_or(0, NonZeroU64::get);
+        let total = (parts.iter().chain(padded))
+            .try_fold(0u64, |sum, extent| sum.checked_add(*extent)?.checked_add(align))
+            .filter(|total| *total <= u64::MAX / 2);
+        if parts.is_empty() || total.is_none() {
+            return Err(InvalidDim::Parts { parts: parts.clone() });
+        }
+        if let Some(padded) = *padded
+            && (parts.len() > 1 || padded < parts[0])
+        {
+            return Err(InvalidDim::Padded { parts: parts.clone(), padded });
+        }
+        if !cuts.is_sorted_by_key(|cut| matches!(cut, Cut::Ceil(_))) {
+            return Err(InvalidDim::ExactAfterCeil);
+        }
+        match cuts.iter().find(|cut| !CUTTING_GROUPS.contains(&cut.group())) {
+            Some(cut) => Err(InvalidDim::Group { group: cut.group() }),
+            None => Ok(DimPlacement { fields }),
+        }
+    }
+}
+
+impl From<DimPlacement> for DimFields {
+    fn from(dim: DimPlacement) -> DimFields {
+        dim.fields
+    }
+}
+
+/// The methods that change a dim panic where the change leaves no valid one; see [`InvalidDim`].
 impl DimPlacement {
     /// A dim of `extent` elements that no group cuts.
     pub fn whole(extent: u64) -> Self {
@@ -97,66 +179,71 @@ impl DimPlacement {
 
     /// A dim of several parts that are cut apart, such as gate and up rows.
     pub fn fused(parts: &[u64]) -> Self {
-        DimPlacement { parts: parts.to_vec(), padded: None, align: None, cuts: Vec::new() }
+        DimPlacement::checked(DimFields {
+            parts: parts.to_vec(),
+            padded: None,
+            align: None,
+            cuts: Vec::new(),
+        })
     }
 
-    /// Pads the dim in memory to `extent` elements, at the tail, before it is cut.
-    pub fn padded_to(mut self, extent: u64) -> Self {
-        assert!(extent >= self.extent(), "padding makes a dim no smaller");
-        assert!(self.parts.len() == 1, "parts of a fused dim are padded by `aligned_to`");
-        self.padded = Some(extent);
-        self
+    /// Pads the dim in memory to `extent` elements, at the tail, before it is cut. Parts of a fused dim are padded by
+    /// [`aligned_to`](Self::aligned_to).
+    pub fn padded_to(self, extent: u64) -> Self {
+        DimPlacement::checked(DimFields { padded: Some(extent), ..self.fields })
     }
 
-    /// Pads each rank's piece of each part in memory to a multiple of `multiple`.
-    pub fn aligned_to(mut self, multiple: u64) -> Self {
-        assert!(multiple > 0, "an alignment is at least 1");
-        self.align = Some(multiple);
-        self
+    /// Pads each rank's piece of each part in memory to a multiple of `multiple`, after the exact cuts.
+    pub fn aligned_to(self, multiple: u64) -> Self {
+        let align = Some(NonZeroU64::new(multiple).expect("an alignment is at least 1"));
+        DimPlacement::checked(DimFields { align, ..self.fields })
     }
 
     /// Cuts every part in equal pieces over `group`.
-    pub fn exact(mut self, group: GroupKind) -> Self {
-        assert!(
-            !self.cuts.iter().any(|cut| matches!(cut, Cut::Ceil(_))),
-            "parts are joined by the first uneven cut and cannot be cut apart after it"
-        );
-        self.cuts.push(Cut::Exact(group));
-        self
+    pub fn exact(self, group: GroupKind) -> Self {
+        self.cut(Cut::Exact(group))
     }
 
     /// Cuts what is left, parts joined, in pieces of ⌈n/p⌉ over `group`.
-    pub fn ceil(mut self, group: GroupKind) -> Self {
-        self.cuts.push(Cut::Ceil(group));
-        self
+    pub fn ceil(self, group: GroupKind) -> Self {
+        self.cut(Cut::Ceil(group))
+    }
+
+    fn cut(mut self, cut: Cut) -> Self {
+        self.fields.cuts.push(cut);
+        DimPlacement::checked(self.fields)
+    }
+
+    fn checked(fields: DimFields) -> Self {
+        DimPlacement::try_from(fields).unwrap_or_else(|invalid| panic!("{invalid}"))
     }
 
     /// Logical elements.
     pub fn extent(&self) -> u64 {
-        self.parts.iter().sum()
+        self.fields.parts.iter().sum()
     }
 
     /// Logical elements of each part.
     pub fn parts(&self) -> &[u64] {
-        &self.parts
+        &self.fields.parts
     }
 
     /// The cuts, outermost first.
     pub fn cuts(&self) -> &[Cut] {
-        &self.cuts
+        &self.fields.cuts
     }
 
     fn runs(&self, dim: usize, groups: &ProcessGroups) -> Result<Vec<Run>, Indivisible> {
         let mut start = 0;
         let mut parts: Vec<Vec<Run>> = Vec::new();
-        for len in &self.parts {
+        for len in &self.fields.parts {
             parts.push(vec![Run { global: Some(start), len: *len }]);
             start += len;
         }
-        if let Some(padded) = self.padded {
+        if let Some(padded) = self.fields.padded {
             parts[0].push(Run { global: None, len: padded - self.extent() });
         }
-        let mut cuts = self.cuts.iter().peekable();
+        let mut cuts = self.fields.cuts.iter().peekable();
         while let Some(Cut::Exact(group)) = cuts.next_if(|cut| matches!(cut, Cut::Exact(_))) {
             let size = groups.size(*group);
             let position = u64::from(groups.position(*group).0);
@@ -169,10 +256,10 @@ impl DimPlacement {
                 *part = slice(part, position * piece, piece);
             }
         }
-        if let Some(align) = self.align {
+        if let Some(align) = self.fields.align {
             for part in &mut parts {
                 let extent: u64 = part.iter().map(|run| run.len).sum();
-                part.push(Run { global: None, len: extent.next_multiple_of(align) - extent });
+                part.push(Run { global: None, len: extent.next_multiple_of(align.get()) - extent });
             }
         }
         let mut runs: Vec<Run> = parts.into_iter().flatten().collect();
@@ -221,7 +308,7 @@ impl Placement {
     /// A scalar stays as it is.
     pub fn with_rows_over(mut self, group: GroupKind) -> Self {
         if let Some(rows) = self.dims.first_mut() {
-            rows.cuts.push(Cut::Ceil(group));
+            *rows = rows.clone().ceil(group);
         }
         self
     }
@@ -241,7 +328,7 @@ impl Placement {
         let covers = |cut: &Cut| {
             !group.axes().is_empty() && group.axes().iter().all(|axis| cut.group().axes().contains(axis))
         };
-        self.dims.iter().flat_map(|dim| &dim.cuts).any(covers)
+        self.dims.iter().flat_map(DimPlacement::cuts).any(covers)
     }
 
     /// What the rank behind `groups` holds.
@@ -253,44 +340,36 @@ impl Placement {
             .map(|(dim, placement)| placement.runs(dim, groups))
             .collect::<Result<_, _>>()?;
         let shape = Shape(dims.iter().map(|runs| runs.iter().map(|run| run.len).sum()).collect());
-        let mut pieces = vec![(Vec::new(), Vec::new(), Vec::new(), Vec::new())];
+        let scalar = Region::whole(&Shape::default());
+        let mut pieces = vec![Piece { region: scalar.clone(), local: scalar }];
         for runs in &dims {
             let mut longer = Vec::new();
-            for (lo, hi, local_lo, local_hi) in pieces {
+            for piece in &pieces {
                 let mut at = 0;
                 for run in runs {
                     if let Some(global) = run.global.filter(|_| run.len > 0) {
-                        let push = |corner: &Vec<u64>, value| [corner.as_slice(), &[value]].concat();
-                        longer.push((
-                            push(&lo, global),
-                            push(&hi, global + run.len),
-                            push(&local_lo, at),
-                            push(&local_hi, at + run.len),
-                        ));
+                        longer.push(Piece {
+                            region: piece.region.with_dim(global..global + run.len),
+                            local: piece.local.with_dim(at..at + run.len),
+                        });
                     }
                     at += run.len;
                 }
             }
             pieces = longer;
         }
-        let pieces = pieces
-            .into_iter()
-            .map(|(lo, hi, local_lo, local_hi)| Piece {
-                region: Region::new(&lo, &hi),
-                local: Region::new(&local_lo, &local_hi),
-            })
-            .collect();
         Ok(LocalShard { shape, pieces, replica: self.replica(groups) })
     }
 
-    /// Which copy the rank behind `groups` holds: its position along each axis that does not cut the tensor.
+    /// Which copy the rank behind `groups` holds: its position along the axes that do not cut the tensor.
     pub fn replica(&self, groups: &ProcessGroups) -> ReplicaId {
         let position = |group| if self.is_cut_over(group) { 0 } else { groups.position(group).0 };
-        ReplicaId {
-            pp: 0,
-            tp: position(GroupKind::Tp),
-            gtp: position(GroupKind::GtpRemat),
-            dp: position(GroupKind::DpCp),
-        }
+        // Where samples cut it, copies differ by their sequence piece.
+        let (gtp, dp) = if self.is_cut_over(GroupKind::DpGtpRemat) {
+            (0, position(GroupKind::Cp))
+        } else {
+            (position(GroupKind::GtpRemat), position(GroupKind::DpCp))
+        };
+        ReplicaId { pp: 0, tp: position(GroupKind::Tp), gtp, dp }
     }
 }

@@ -8,9 +8,28 @@ use std::ops::Range;
 
 /// A box `[lo, hi)` of elements in the coordinates of a whole tensor. A scalar's box has no dims and one element.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "Corners")]
 pub struct Region {
     lo: SmallVec<[u64; 4]>,
     hi: SmallVec<[u64; 4]>,
+}
+
+/// A box as it is read.
+#[derive(Deserialize)]
+struct Corners {
+    lo: SmallVec<[u64; 4]>,
+    hi: SmallVec<[u64; 4]>,
+}
+
+impl TryFrom<Corners> for Region {
+    type Error = String;
+
+    fn try_from(Corners { lo, hi }: Corners) -> Result<Self, String> {
+        if lo.len() != hi.len() || lo.iter().zip(&hi).any(|(lo, hi)| lo > hi) {
+            return Err(format!("{lo:?} and {hi:?} are not the corners of a box"));
+        }
+        Ok(Region { lo, hi })
+    }
 }
 
 impl Region {
@@ -100,6 +119,14 @@ impl Region {
     pub fn shifted_by(&self, origin: &[u64]) -> Region {
         let shift = |corner: &[u64]| corner.iter().zip(origin).map(|(at, lo)| at + lo).collect();
         Region { lo: shift(&self.lo), hi: shift(&self.hi) }
+    }
+
+    /// This box with one more, innermost dim, along which it is `range`.
+    pub(crate) fn with_dim(&self, range: Range<u64>) -> Region {
+        let mut longer = self.clone();
+        longer.lo.push(range.start);
+        longer.hi.push(range.end);
+        longer
     }
 
     /// The contiguous runs of this box in the row-major order of a tensor of shape `outer`, as element ranges,

@@ -47,7 +47,7 @@ pub struct ReplicaId {
     pub tp: u32,
     /// Position in `gtp_remat`.
     pub gtp: u32,
-    /// Position in `dp_cp`.
+    /// Position in `dp_cp`; in `cp` where a tensor has one cell a lane of samples.
     pub dp: u32,
 }
 

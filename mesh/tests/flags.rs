@@ -79,9 +79,9 @@ fn help_tells_unit_default_and_rule_of_each_flag() {
               --data-parallel-size <RANKS>                    Ranks left for data parallelism, to check [default: world size ÷ (TP × PP × CP × GTP)] [alias: --dp]
               --rank-order <ORDER>                            Order of the dense axes among the ranks [default: gtp-inside-cp; the older cp-inside-gtp only without sequence shards inside GTP] [possible
                                                               values: gtp-inside-cp, cp-inside-gtp]
-              --micro-batch-size <SAMPLES>                    Samples that a rank runs at a time [required] [alias: --mbs]
+              --micro-batch-size <SAMPLES>                    Samples that a rank runs at a time [required, no default] [alias: --mbs]
               --global-batch-size <SAMPLES>                   Samples of an optimizer step [default: micro batch size × batch parallel size; a multiple of it] [alias: --gbs]
-              --seq-length <TOKENS>                           Tokens of a sample [required; a multiple of 2 × runtime CP if that is above 1, and of runtime CP × SP degree]
+              --seq-length <TOKENS>                           Tokens of a sample [required, no default; a multiple of 2 × runtime CP if that is above 1, and of runtime CP × SP degree]
               --no-sequence-parallel                          Turn sequence parallelism off
           -h, --help                                          Print help (see more with '--help')
     "#]].assert_eq(&command.render_help().to_string());

@@ -117,7 +117,8 @@ fn a_warmup_may_be_a_fraction_of_a_sample() {
 #[test]
 fn bits_do_not_depend_on_the_machine() {
     let bits = |at| format!("{:016x}", schedule(config()).lr(at).to_bits());
-    expect!["3f33a8ba6c40c930 3f316d4a51b609ef 3f25a07b352a8437 3eff7c0c8e9bb080"].assert_eq(&[41, 77, 120, 199].map(bits).join(" "));
+    expect!["3f33a8ba6c40c930 3f316d4a51b609ef 3f25a07b352a8437 3eff7c0c8e9bb080"]
+        .assert_eq(&[41, 77, 120, 199].map(bits).join(" "));
 }
 
 #[test]
@@ -165,5 +166,6 @@ fn numbers_that_make_no_schedule_are_refused() {
         learning rates must be 0 ≤ min 0.001 ≤ max 0.0003 and 0 ≤ init 0.00001 ≤ max 0.0003
         learning rates must be 0 ≤ min 0.00003 ≤ max inf and 0 ≤ init 0.00001 ≤ max inf
         weight decay must be 0 ≤ start 0.01 ≤ end 0.1, and both the same for a constant one
-        weight decay must be 0 ≤ start -0.1 ≤ end 0.1, and both the same for a constant one"#]].assert_eq(&lines.join("\n"));
+        weight decay must be 0 ≤ start -0.1 ≤ end 0.1, and both the same for a constant one"#]]
+    .assert_eq(&lines.join("\n"));
 }
