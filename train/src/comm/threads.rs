@@ -75,7 +75,7 @@ impl World {
         let Some((rank, error)) = board.first_cause() else {
             return Ok(outcomes.into_iter().map(|outcome| outcome.ok().expect("nobody failed")).collect());
         };
-        let mut first = RankFailure { rank, reason: Reason::Hidden(error) };
+        let mut first = RankFailure { rank, reason: Reason::Silent(error) };
         let mut followers = Vec::new();
         for (outcome, at) in outcomes.into_iter().zip((0..num_ranks).map(Rank)) {
             match outcome {
@@ -230,8 +230,8 @@ pub enum Reason<E> {
     Panic(String),
     /// The system gave it no thread.
     NotStarted(String),
-    /// It aborted the job, or its collective failed, but it returned no error.
-    Hidden(CommError),
+    /// It returned no error, but it aborted the job, went on after a failed collective, or ended while others waited.
+    Silent(CommError),
 }
 
 impl<E: Display> Display for Reason<E> {
@@ -241,7 +241,9 @@ impl<E: Display> Display for Reason<E> {
             Reason::Error(error) => write!(f, "{error:#}"),
             Reason::Panic(message) => write!(f, "panicked: {message}"),
             Reason::NotStarted(reason) => write!(f, "no thread could be started: {reason}"),
-            Reason::Hidden(error) => error.fmt(f),
+            // The rank is named beside the reason.
+            Reason::Silent(CommError::PeerFailed { why, .. }) => why.fmt(f),
+            Reason::Silent(error) => error.fmt(f),
         }
     }
 }
