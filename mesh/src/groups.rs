@@ -294,6 +294,14 @@ impl ProcessGroups {
         self.get(kind).map_or(1, |group| group.size() as u32)
     }
 
+    /// The collection as each member of this rank's group of `kind` sees it, by position; this rank alone if there is none.
+    pub fn members(&self, kind: GroupKind) -> Vec<ProcessGroups> {
+        match self.get(kind) {
+            Some(group) => group.ranks().iter().map(|rank| self.of(*rank)).collect(),
+            None => vec![self.clone()],
+        }
+    }
+
     /// Checks that the collection has every kind of `needed` for this rank.
     ///
     /// # Errors

@@ -94,7 +94,7 @@ pub use groups::{Group, GroupKind, GroupTable, MissingGroups, ProcessGroups, Unk
 pub use layout::{ConfiguredCp, LayoutError, LayoutSizes, MAX_RANKS, ParallelLayout, RankOrder, RuntimeCp};
 pub use placement::{Cut, DimPlacement, Indivisible, InvalidDim, LocalShard, Piece, Placement};
 pub use rank::{GroupRank, Rank};
-pub use region::{Region, Runs, TilingFault, prove_tiling};
+pub use region::{Region, Runs, TilingFault, paired_runs, prove_tiling};
 pub use schedule::{
     LrDecayStyle, Schedule, ScheduleConfig, ScheduleError, ScheduleUnit, Warmup, WeightDecayStyle, WsdShape,
 };

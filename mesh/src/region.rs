@@ -4,6 +4,7 @@ use crate::shape::Shape;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 use std::fmt;
+use std::iter;
 use std::ops::Range;
 
 /// A box `[lo, hi)` of elements in the coordinates of a whole tensor. A scalar's box has no dims and one element.
@@ -147,6 +148,34 @@ impl fmt::Display for Region {
         }
         f.write_str("]")
     }
+}
+
+/// Runs that are contiguous both where `a` lies in a tensor of shape `a_outer` and where `b`, a box of the same shape, lies in
+/// one of shape `b_outer`: pairs of element ranges of equal length, in row-major order.
+///
+/// # Panics
+/// If the boxes hold different numbers of elements.
+pub fn paired_runs(
+    a: &Region,
+    a_outer: &Shape,
+    b: &Region,
+    b_outer: &Shape,
+) -> impl Iterator<Item = (Range<u64>, Range<u64>)> {
+    assert_eq!(a.numel(), b.numel(), "boxes of different sizes");
+    let (mut a_runs, mut b_runs) = (a.runs(a_outer), b.runs(b_outer));
+    let (mut a, mut b) = (0..0, 0..0);
+    iter::from_fn(move || {
+        if a.is_empty() {
+            a = a_runs.next()?;
+        }
+        if b.is_empty() {
+            b = b_runs.next()?;
+        }
+        let len = (a.end - a.start).min(b.end - b.start);
+        let pair = (a.start..a.start + len, b.start..b.start + len);
+        (a.start, b.start) = (a.start + len, b.start + len);
+        Some(pair)
+    })
 }
 
 /// Iterator over the contiguous element runs of a box; made by [`Region::runs`].
