@@ -1,0 +1,171 @@
+//! One global order of samples: a permutation keyed by (seed, epoch). A position in it is all that a checkpoint keeps.
+
+use crate::config::{EpochTail, LossAverage};
+use crate::data::tokens::{TokenFile, TokenFileError};
+use crate::model::MicroBatch;
+use crate::rng::DataOrder;
+use mesh::{GroupKind, ParallelConfig, ProcessGroups};
+
+/// The order of a data set's samples over a run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampler {
+    order: DataOrder,
+    num_samples: u64,
+    global_batch_size: u64,
+    tail: EpochTail,
+}
+
+/// One slot of a global batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slot {
+    /// Position in the run's order; also the sample's ordinal for random numbers.
+    pub ordinal: u64,
+    /// The sample that lies there.
+    pub sample: u64,
+    /// Whether it only fills the batch up and has no weight.
+    pub is_filler: bool,
+}
+
+/// A data set that gives no batch.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "an epoch of {num_samples} samples holds no global batch of {global_batch_size}, so `drop` would use none"
+)]
+pub struct EmptyEpoch {
+    /// Samples of the data set.
+    pub num_samples: u64,
+    /// Samples of a global batch.
+    pub global_batch_size: u64,
+}
+
+impl Sampler {
+    /// The order of `num_samples` samples under `seed`, handed out in global batches.
+    ///
+    /// # Errors
+    /// If the tail rule would drop everything.
+    pub fn new(
+        seed: u32,
+        num_samples: u64,
+        global_batch_size: u64,
+        tail: EpochTail,
+    ) -> Result<Self, EmptyEpoch> {
+        if tail == EpochTail::Drop && num_samples < global_batch_size {
+            return Err(EmptyEpoch { num_samples, global_batch_size });
+        }
+        Ok(Sampler { order: DataOrder::new(seed, num_samples), num_samples, global_batch_size, tail })
+    }
+
+    /// The same order, handed out in other batches.
+    pub fn with_global_batch_size(self, global_batch_size: u64) -> Self {
+        Sampler { global_batch_size, ..self }
+    }
+
+    /// Samples of an epoch that are used.
+    fn epoch_len(&self) -> u64 {
+        match self.tail {
+            EpochTail::Span | EpochTail::Pad => self.num_samples,
+            EpochTail::Drop => self.num_samples - self.num_samples % self.global_batch_size,
+        }
+    }
+
+    /// The sample at a position of the run's order: epoch by epoch, each a permutation of its own.
+    pub fn sample_at(&self, position: u64) -> u64 {
+        let (epoch, index) = (position / self.epoch_len(), position % self.epoch_len());
+        self.order.sample(epoch * self.num_samples + index)
+    }
+
+    /// Real samples of the global batch that starts when `consumed` samples were used: what the counter advances by.
+    pub fn batch_len(&self, consumed: u64) -> u64 {
+        match self.tail {
+            EpochTail::Span | EpochTail::Drop => self.global_batch_size,
+            EpochTail::Pad => self.global_batch_size.min(self.num_samples - consumed % self.num_samples),
+        }
+    }
+
+    /// The slots of the global batch that starts when `consumed` samples were used, in order.
+    pub fn batch(&self, consumed: u64) -> Vec<Slot> {
+        let real = self.batch_len(consumed);
+        (0..self.global_batch_size)
+            .map(|slot| {
+                let is_filler = slot >= real;
+                let position = if is_filler { consumed } else { consumed + slot };
+                Slot { ordinal: consumed + slot, sample: self.sample_at(position), is_filler }
+            })
+            .collect()
+    }
+}
+
+/// What a rank reads of a data set.
+#[derive(Debug)]
+pub struct RankReader {
+    config: ParallelConfig,
+    groups: ProcessGroups,
+    /// Positions in a sample that this rank holds, in its order.
+    positions: Vec<u64>,
+    loss_average: LossAverage,
+}
+
+/// The micro-batches of one rank for one step, and its part of what the loss is divided by.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RankBatch {
+    /// One after another.
+    pub micro_batches: Vec<MicroBatch>,
+    /// Valid tokens, or under sample averaging valid samples, that this rank counts.
+    pub count: u64,
+}
+
+impl RankReader {
+    /// The reader of the rank behind `groups`: its lane is its position in `dp_gtp_remat`, its tokens those of its position
+    /// in `cp`.
+    pub fn new(config: &ParallelConfig, groups: &ProcessGroups, loss_average: LossAverage) -> Self {
+        let positions = config.cp_tokens(groups).into_iter().flatten().collect();
+        RankReader { config: *config, groups: groups.clone(), positions, loss_average }
+    }
+
+    /// The slots of a global batch that this rank's lane takes, micro-batch by micro-batch.
+    pub fn own_slots<'a>(&self, batch: &'a [Slot]) -> impl Iterator<Item = &'a [Slot]> {
+        (0..self.config.num_microbatches()).map(|microbatch| {
+            let own = self.config.samples(&self.groups, 0, microbatch);
+            &batch[own.start as usize..own.end as usize]
+        })
+    }
+
+    /// Reads this rank's part of a global batch.
+    ///
+    /// # Errors
+    /// If the tokens cannot be read.
+    pub fn read(&self, file: &TokenFile, batch: &[Slot]) -> Result<RankBatch, TokenFileError> {
+        let seq_length = self.config.seq_length();
+        // Of the ranks that share a sample's tokens, one counts the sample.
+        let counts_samples = self.groups.position(GroupKind::Cp).0 == 0;
+        let mut count = 0;
+        let mut micro_batches = Vec::new();
+        for slots in self.own_slots(batch) {
+            let mut micro_batch = MicroBatch::default();
+            for slot in slots {
+                let tokens = file.read_sample(slot.sample, seq_length)?;
+                let valid = if slot.is_filler { 0 } else { seq_length };
+                let weight = match self.loss_average {
+                    _ if slot.is_filler => 0.0,
+                    LossAverage::Token => 1.0,
+                    LossAverage::Sample => 1.0 / valid as f32,
+                };
+                count += match self.loss_average {
+                    _ if slot.is_filler => 0,
+                    LossAverage::Token => self.positions.len() as u64,
+                    LossAverage::Sample => u64::from(counts_samples),
+                };
+                for position in &self.positions {
+                    let at = *position as usize;
+                    micro_batch.tokens.push(tokens[at]);
+                    micro_batch.targets.push(tokens[at + 1]);
+                    micro_batch.weights.push(weight);
+                    micro_batch.positions.push(*position as i32);
+                    micro_batch.samples.push(slot.ordinal as i64);
+                }
+            }
+            micro_batches.push(micro_batch);
+        }
+        Ok(RankBatch { micro_batches, count })
+    }
+}

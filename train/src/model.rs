@@ -1,0 +1,412 @@
+//! The Llama-like program: explicit forward and backward over planned buffers, with every collective one visible line.
+//!
+//! Shapes: M local tokens (micro-batch × local sequence, samples one after another), Ms = M / TP under sequence parallelism
+//! else M, h hidden, G local query groups, q query heads of a group, d head size, f local feed-forward width, Vl local
+//! vocabulary rows.
+
+mod attention;
+mod loss;
+mod mlp;
+pub mod params;
+
+use crate::backend::{Buffers, Dropout, Heads, HiddenSite, Lifetime, Op, View};
+use crate::config::TrainConfig;
+use crate::parallel::context::GatheredKv;
+use crate::parallel::tensor::{gather_tokens, reduce_tokens};
+use crate::parallel::{Cx, StepError};
+use attention::Attention;
+use loss::Loss;
+use mesh::{DType, GroupKind, ProcessGroups};
+use mlp::Mlp;
+use params::{LayerParams, ParamId, ParamTable};
+
+/// One micro-batch of this rank: rows in the order of samples, then of its own tokens.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct MicroBatch {
+    /// Token ids, M.
+    pub tokens: Vec<i32>,
+    /// The token after each, M.
+    pub targets: Vec<i32>,
+    /// Weight of each token's loss, M; 0 masks it.
+    pub weights: Vec<f32>,
+    /// Position of each token in its sample, M.
+    pub positions: Vec<i32>,
+    /// Ordinal of each token's sample in the run, M.
+    pub samples: Vec<i64>,
+}
+
+/// A model's buffers on one rank and the program over them.
+pub(crate) struct Model {
+    shape: LocalShape,
+    table: ParamTable,
+    layers: Vec<Layer>,
+    inputs: Inputs,
+    work: Work,
+    attention: Attention,
+    mlp: Mlp,
+    loss: Loss,
+    final_saved: NormSaved,
+}
+
+/// This rank's sizes; see the legend of the module.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LocalShape {
+    pub batch: usize,
+    pub tokens: usize,
+    pub share_tokens: usize,
+    pub share_lo: usize,
+    pub sequence_parallel: bool,
+    pub hidden: usize,
+    pub heads: Heads,
+    pub first_head: u32,
+    pub ffn: usize,
+    pub vocab: usize,
+    pub vocab_first_row: usize,
+    /// Columns of the local vocabulary that stand for real tokens.
+    pub vocab_valid: usize,
+    /// Blocks of TP-split sums on this rank.
+    pub blocks: usize,
+    pub leaf: usize,
+    pub grad_bits: u32,
+    pub kv_bits: u32,
+    pub norm_eps: f32,
+    pub seed: u32,
+    pub hidden_dropout: f32,
+    pub attention_dropout: f32,
+}
+
+struct Layer {
+    params: LayerParams,
+    attention_norm: NormSaved,
+    attention: attention::Saved,
+    mlp_norm: NormSaved,
+    mlp: mlp::Saved,
+}
+
+/// What a norm keeps for its backward: the residual stream `[Ms, h]` and `[Ms, 1]`.
+#[derive(Clone, Copy)]
+struct NormSaved {
+    sum: View,
+    rstd: View,
+}
+
+pub(crate) struct Inputs {
+    pub tokens: View,
+    pub targets: View,
+    pub weights: View,
+    pub positions: View,
+    pub samples: View,
+    pub rope_table: View,
+    rope_values: Vec<f32>,
+}
+
+/// Scratch that every layer uses in turn.
+pub(crate) struct Work {
+    /// A norm's output, `[Ms, h]`, and for all local tokens, `[M, h]`.
+    pub normed: View,
+    pub normed_full: View,
+    /// A block's partial output over TP, `[M, h]`, and its sum, `[Ms, h]`.
+    pub partial: View,
+    pub delta: View,
+    /// One `[M, h]` for each level of the tree of TP-split sums.
+    pub tree: Vec<View>,
+    /// Gradient of the residual stream, `[Ms, h]`.
+    pub d_residual: View,
+    /// Gradient of a block's output, `[Ms, h]` and `[M, h]`.
+    pub d_delta: View,
+    pub d_delta_full: View,
+    /// Gradient of a norm's output, partial over TP `[M, h]`, and summed `[Ms, h]`.
+    pub d_normed_partial: View,
+    pub d_normed: View,
+}
+
+impl LocalShape {
+    fn new(config: &TrainConfig, groups: &ProcessGroups) -> Self {
+        let model = &config.model;
+        let tp = groups.size(GroupKind::Tp) as usize;
+        let tp_rank = groups.position(GroupKind::Tp).index();
+        let batch = config.parallel.micro_batch_size() as usize;
+        let tokens = batch * (config.parallel.seq_length() as usize / groups.size(GroupKind::Cp) as usize);
+        let sequence_parallel = config.parallel.sequence_parallel() && tp > 1;
+        let share_tokens = if sequence_parallel { tokens / tp } else { tokens };
+        let heads = Heads {
+            groups: model.num_query_groups / tp,
+            queries_per_group: model.queries_per_group(),
+            head_dim: model.kv_channels,
+        };
+        let vocab = params::padded_vocab(model.vocab_size, config.numerics.tp_leaves) / tp;
+        LocalShape {
+            batch,
+            tokens,
+            share_tokens,
+            share_lo: if sequence_parallel { tp_rank * share_tokens } else { 0 },
+            sequence_parallel,
+            hidden: model.hidden_size,
+            heads,
+            first_head: (tp_rank * heads.num_queries()) as u32,
+            ffn: model.ffn_hidden_size / tp,
+            vocab,
+            vocab_first_row: tp_rank * vocab,
+            vocab_valid: model.vocab_size.saturating_sub(tp_rank * vocab).min(vocab),
+            blocks: config.numerics.tp_leaves / tp,
+            leaf: config.numerics.leaf_tokens,
+            grad_bits: config.numerics.grad_bits,
+            kv_bits: config.numerics.kv_bits,
+            norm_eps: model.norm_epsilon,
+            seed: config.seed,
+            hidden_dropout: model.hidden_dropout,
+            attention_dropout: model.attention_dropout,
+        }
+    }
+
+    /// This rank's share of rows of an `[M, …]` view under sequence parallelism.
+    fn share(&self, rows: View) -> View {
+        rows.row_range(self.share_lo, self.share_lo + self.share_tokens)
+    }
+}
+
+impl Model {
+    /// Declares the buffers of the program for the rank behind `groups`.
+    pub(crate) fn new(config: &TrainConfig, groups: &ProcessGroups, buffers: &mut Buffers) -> Self {
+        let shape = LocalShape::new(config, groups);
+        let table = ParamTable::new(config);
+        let seq = config.parallel.seq_length() as usize;
+        let held: Vec<Vec<u64>> = (groups.members(GroupKind::Cp).iter())
+            .map(|peer| config.parallel.cp_tokens(peer).into_iter().flatten().collect())
+            .collect();
+        let mut declare =
+            |name: &str, dtype, rows, cols| buffers.declare(name, Lifetime::Transient, dtype, rows, cols);
+        let (m, ms, h) = (shape.tokens, shape.share_tokens, shape.hidden);
+        let d = shape.heads.head_dim;
+        let inputs = Inputs {
+            tokens: declare("tokens", DType::I32, m, 1),
+            targets: declare("targets", DType::I32, m, 1),
+            weights: declare("loss_weights", DType::F32, m, 1),
+            positions: declare("positions", DType::I32, m, 1),
+            samples: declare("samples", DType::I64, m, 1),
+            rope_table: declare("rope_table", DType::F32, seq, d),
+            rope_values: rope_table(seq, d, config.model.rotary_base),
+        };
+        let mut of_share = |share: &str, full: &str| {
+            let full = declare(full, DType::F32, m, h);
+            let share = if shape.sequence_parallel { declare(share, DType::F32, ms, h) } else { full };
+            (share, full)
+        };
+        let (normed, normed_full) = of_share("normed", "normed_full");
+        let (delta, partial) = of_share("delta", "partial");
+        let (d_delta, d_delta_full) = of_share("d_delta", "d_delta_full");
+        let (d_normed, d_normed_partial) = of_share("d_normed", "d_normed_partial");
+        let work = Work {
+            normed,
+            normed_full,
+            partial,
+            delta,
+            tree: (0..shape.blocks.ilog2())
+                .map(|level| declare(&format!("tree.{level}"), DType::F32, m, h))
+                .collect(),
+            d_residual: declare("d_residual", DType::F32, ms, h),
+            d_delta,
+            d_delta_full,
+            d_normed_partial,
+            d_normed,
+        };
+        let mut norm = |name: String| NormSaved {
+            sum: declare(&format!("{name}.residual"), DType::F32, ms, h),
+            rstd: declare(&format!("{name}.rstd"), DType::F32, ms, 1),
+        };
+        let norms: Vec<[NormSaved; 2]> = (0..table.layers.len())
+            .map(|layer| [norm(format!("{layer}.attention")), norm(format!("{layer}.mlp"))])
+            .collect();
+        let final_saved = norm("final".into());
+        let layers = (table.layers.iter().zip(norms).enumerate())
+            .map(|(at, (params, [attention_norm, mlp_norm]))| Layer {
+                params: *params,
+                attention_norm,
+                attention: attention::Saved::new(&shape, at, buffers),
+                mlp_norm,
+                mlp: mlp::Saved::new(&shape, at, buffers),
+            })
+            .collect();
+        let kv = GatheredKv::new(buffers, shape.batch, &held, 2 * shape.heads.groups * d);
+        let attention = Attention::new(&shape, kv, buffers);
+        let mlp = Mlp::new(&shape, buffers);
+        let loss = Loss::new(&shape, buffers);
+        Model { shape, table, layers, inputs, work, attention, mlp, loss, final_saved }
+    }
+
+    /// The parameters.
+    pub(crate) fn table(&self) -> &ParamTable {
+        &self.table
+    }
+
+    /// Forward and backward of one micro-batch: adds to every gradient and to `loss_sum`, I64 `[1, 1]`.
+    pub(crate) fn run(&self, cx: &mut Cx, batch: &MicroBatch, loss_sum: View) -> Result<(), StepError> {
+        self.upload(cx, batch)?;
+        self.forward(cx)?;
+        self.loss.run(cx, self, loss_sum)?;
+        self.backward(cx)?;
+        cx.weights.drain(cx.be, cx.comms)
+    }
+
+    fn upload(&self, cx: &mut Cx, batch: &MicroBatch) -> Result<(), StepError> {
+        cx.be.upload(self.inputs.tokens, bytemuck::cast_slice(&batch.tokens))?;
+        cx.be.upload(self.inputs.targets, bytemuck::cast_slice(&batch.targets))?;
+        cx.be.upload(self.inputs.weights, bytemuck::cast_slice(&batch.weights))?;
+        cx.be.upload(self.inputs.positions, bytemuck::cast_slice(&batch.positions))?;
+        cx.be.upload(self.inputs.samples, bytemuck::cast_slice(&batch.samples))?;
+        cx.be.upload(self.inputs.rope_table, bytemuck::cast_slice(&self.inputs.rope_values))?;
+        self.attention.kv.upload(cx)
+    }
+
+    /// Up to the final norm's output for all local tokens, in `work.normed_full`.
+    fn forward(&self, cx: &mut Cx) -> Result<(), StepError> {
+        let work = &self.work;
+        let table = cx.weights.acquire(cx.be, cx.comms, self.table.embedding)?;
+        let first_row = self.shape.vocab_first_row as i32;
+        cx.run(Op::Embed { tokens: self.inputs.tokens, table, first_row, out: work.partial })?;
+        reduce_tokens(cx, "embedding.reduce", work.partial, work.delta)?;
+        self.hidden_dropout(cx, work.delta, 0, HiddenSite::Embedding)?;
+        let mut residual = None;
+        for (at, layer) in self.layers.iter().enumerate() {
+            let p = &layer.params;
+            self.norm(cx, residual, p.input_norm, &layer.attention_norm, "attention.gather_tokens")?;
+            self.attention.forward(cx, self, at as u32, p, &layer.attention)?;
+            reduce_tokens(cx, "attention.reduce", work.partial, work.delta)?;
+            self.hidden_dropout(cx, work.delta, at, HiddenSite::Attention)?;
+            self.norm(cx, Some(&layer.attention_norm), p.mlp_norm, &layer.mlp_norm, "mlp.gather_tokens")?;
+            self.mlp.forward(cx, self, p, &layer.mlp)?;
+            reduce_tokens(cx, "mlp.reduce", work.partial, work.delta)?;
+            self.hidden_dropout(cx, work.delta, at, HiddenSite::Mlp)?;
+            residual = Some(&layer.mlp_norm);
+        }
+        self.norm(cx, residual, self.table.final_norm, &self.final_saved, "output.gather_tokens")
+    }
+
+    /// From the gradient of the final norm's output, partial over TP in `work.d_normed_partial`.
+    fn backward(&self, cx: &mut Cx) -> Result<(), StepError> {
+        let work = &self.work;
+        reduce_tokens(cx, "output.reduce_grad", work.d_normed_partial, work.d_normed)?;
+        self.norm_backward(cx, self.table.final_norm, &self.final_saved, false)?;
+        for (at, layer) in self.layers.iter().enumerate().rev() {
+            let p = &layer.params;
+            self.block_grad(cx, at, HiddenSite::Mlp, "mlp.gather_grad")?;
+            self.mlp.backward_output(cx, self, p, &layer.mlp)?;
+            self.norm_again(cx, p.mlp_norm, &layer.mlp_norm, "mlp.gather_tokens_again")?;
+            self.mlp.backward_input(cx, self, p)?;
+            reduce_tokens(cx, "mlp.reduce_grad", work.d_normed_partial, work.d_normed)?;
+            self.norm_backward(cx, p.mlp_norm, &layer.mlp_norm, true)?;
+
+            self.block_grad(cx, at, HiddenSite::Attention, "attention.gather_grad")?;
+            self.attention.backward_output(cx, self, at as u32, p, &layer.attention)?;
+            self.norm_again(cx, p.input_norm, &layer.attention_norm, "attention.gather_tokens_again")?;
+            self.attention.backward_input(cx, self, p)?;
+            reduce_tokens(cx, "attention.reduce_grad", work.d_normed_partial, work.d_normed)?;
+            self.norm_backward(cx, p.input_norm, &layer.attention_norm, true)?;
+        }
+        self.block_grad(cx, 0, HiddenSite::Embedding, "embedding.gather_grad")?;
+        let (tokens, d_out) = (self.inputs.tokens, work.d_delta_full);
+        let (first_row, bits) = (self.shape.vocab_first_row as i32, self.shape.grad_bits);
+        cx.weights.add_grad(cx.be, cx.comms, self.table.embedding, |acc| Op::EmbedBackward {
+            tokens,
+            d_out,
+            first_row,
+            acc,
+            bits,
+        })
+    }
+
+    /// Residual plus `work.delta`, and its norm for all local tokens. Without a residual, `delta` alone is the stream.
+    fn norm(
+        &self,
+        cx: &mut Cx,
+        residual: Option<&NormSaved>,
+        gamma: ParamId,
+        saved: &NormSaved,
+        site: &'static str,
+    ) -> Result<(), StepError> {
+        let work = &self.work;
+        let (x, delta) = match residual {
+            Some(residual) => (residual.sum, Some(work.delta)),
+            None => (work.delta, None),
+        };
+        let gamma = cx.weights.home(gamma).weight;
+        let (sum, rstd) = (saved.sum, saved.rstd);
+        cx.run(Op::AddNorm { x, delta, gamma, eps: self.shape.norm_eps, sum, rstd, out: work.normed })?;
+        gather_tokens(cx, site, work.normed, work.normed_full)
+    }
+
+    /// The norm's output once more, for the gradient of the weight that read it.
+    fn norm_again(
+        &self,
+        cx: &mut Cx,
+        gamma: ParamId,
+        saved: &NormSaved,
+        site: &'static str,
+    ) -> Result<(), StepError> {
+        let gamma = cx.weights.home(gamma).weight;
+        cx.run(Op::NormApply { sum: saved.sum, rstd: saved.rstd, gamma, out: self.work.normed })?;
+        gather_tokens(cx, site, self.work.normed, self.work.normed_full)
+    }
+
+    fn norm_backward(
+        &self,
+        cx: &mut Cx,
+        gamma: ParamId,
+        saved: &NormSaved,
+        accumulate: bool,
+    ) -> Result<(), StepError> {
+        let home = cx.weights.home(gamma);
+        Ok(cx.run(Op::NormBackward {
+            d_out: self.work.d_normed,
+            sum: saved.sum,
+            rstd: saved.rstd,
+            gamma: home.weight,
+            d_sum: self.work.d_residual,
+            accumulate,
+            d_gamma: home.grad,
+            leaf: self.shape.leaf,
+            bits: self.shape.grad_bits,
+        })?)
+    }
+
+    /// The gradient of a block's output for all local tokens, in `work.d_delta_full`.
+    fn block_grad(
+        &self,
+        cx: &mut Cx,
+        layer: usize,
+        site: HiddenSite,
+        call: &'static str,
+    ) -> Result<(), StepError> {
+        cx.run(Op::Copy { src: self.work.d_residual, dst: self.work.d_delta })?;
+        self.hidden_dropout(cx, self.work.d_delta, layer, site)?;
+        gather_tokens(cx, call, self.work.d_delta, self.work.d_delta_full)
+    }
+
+    fn hidden_dropout(&self, cx: &mut Cx, x: View, layer: usize, site: HiddenSite) -> Result<(), StepError> {
+        if self.shape.hidden_dropout == 0.0 {
+            return Ok(());
+        }
+        let dropout = self.dropout(self.shape.hidden_dropout, layer as u32);
+        let (samples, positions) =
+            (self.shape.share(self.inputs.samples), self.shape.share(self.inputs.positions));
+        Ok(cx.run(Op::Dropout { x, samples, positions, dropout, site })?)
+    }
+
+    fn dropout(&self, p: f32, layer: u32) -> Dropout {
+        Dropout { p, seed: self.shape.seed, layer }
+    }
+}
+
+/// Cosines then sines of `position · base^(-2i/d)`, `[T, d]`, computed in f64.
+fn rope_table(seq: usize, head_dim: usize, base: f64) -> Vec<f32> {
+    let half = head_dim / 2;
+    let mut table = vec![0.0; seq * head_dim];
+    for position in 0..seq {
+        for i in 0..half {
+            let angle = position as f64 * libm::pow(base, -2.0 * i as f64 / head_dim as f64);
+            table[position * head_dim + i] = libm::cos(angle) as f32;
+            table[position * head_dim + half + i] = libm::sin(angle) as f32;
+        }
+    }
+    table
+}

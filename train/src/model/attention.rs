@@ -1,0 +1,161 @@
+//! The attention block: `qkv = normed · Wᵀ`, rotation, attention over the keys of whole sequences, output projection.
+
+use super::{LocalShape, Model, params::LayerParams};
+use crate::backend::{Buffers, Dropout, Lifetime, Op, View};
+use crate::parallel::context::GatheredKv;
+use crate::parallel::tensor::sum_blocks;
+use crate::parallel::{Cx, StepError};
+use mesh::DType;
+
+/// Scratch of the block.
+pub(super) struct Attention {
+    pub kv: GatheredKv,
+    /// `[M, G·q·d]`.
+    d_out: View,
+    /// `[M, G·(q+2)·d]`.
+    d_qkv: View,
+}
+
+/// What a layer keeps: `qkv` after rotation `[M, G·(q+2)·d]`, `out` `[M, G·q·d]`, `lse` `[M, G·q]`.
+pub(super) struct Saved {
+    qkv: View,
+    out: View,
+    lse: View,
+}
+
+impl Saved {
+    pub(super) fn new(shape: &LocalShape, layer: usize, buffers: &mut Buffers) -> Self {
+        let mut declare = |name: &str, cols| {
+            buffers.declare(format!("{layer}.{name}"), Lifetime::Transient, DType::F32, shape.tokens, cols)
+        };
+        Saved {
+            qkv: declare("qkv", shape.heads.qkv_cols()),
+            out: declare("attention_out", shape.heads.num_queries() * shape.heads.head_dim),
+            lse: declare("lse", shape.heads.num_queries()),
+        }
+    }
+}
+
+impl Attention {
+    pub(super) fn new(shape: &LocalShape, kv: GatheredKv, buffers: &mut Buffers) -> Self {
+        let mut declare =
+            |name: &str, cols| buffers.declare(name, Lifetime::Transient, DType::F32, shape.tokens, cols);
+        Attention {
+            kv,
+            d_out: declare("d_attention_out", shape.heads.num_queries() * shape.heads.head_dim),
+            d_qkv: declare("d_qkv", shape.heads.qkv_cols()),
+        }
+    }
+
+    /// From `work.normed_full` to `work.partial`.
+    pub(super) fn forward(
+        &self,
+        cx: &mut Cx,
+        model: &Model,
+        layer: u32,
+        params: &LayerParams,
+        saved: &Saved,
+    ) -> Result<(), StepError> {
+        let Model { shape, inputs, work, .. } = model;
+        let heads = shape.heads;
+        let w = cx.weights.acquire(cx.be, cx.comms, params.qkv)?;
+        cx.run(Op::Linear { x: work.normed_full, w, out: saved.qkv, accumulate: false })?;
+        let (positions, table) = (inputs.positions, inputs.rope_table);
+        cx.run(Op::Rope { qkv: saved.qkv, positions, table, heads, inverse: false })?;
+        self.kv.gather(cx, saved.qkv, heads)?;
+        cx.run(Op::Attention {
+            qkv: saved.qkv,
+            kv: self.kv.in_order,
+            positions,
+            samples: inputs.samples,
+            out: saved.out,
+            lse: saved.lse,
+            heads,
+            batch: shape.batch,
+            leaf: shape.leaf,
+            dropout: dropout(model, layer),
+            first_head: shape.first_head,
+        })?;
+        let w = cx.weights.acquire(cx.be, cx.comms, params.proj)?;
+        let cols = saved.out.cols / shape.blocks;
+        Ok(sum_blocks(cx.be, shape.blocks, work.partial, &work.tree, &mut |be, block, out| {
+            let (lo, hi) = (block * cols, (block + 1) * cols);
+            be.run(Op::Linear {
+                x: saved.out.col_range(lo, hi),
+                w: w.col_range(lo, hi),
+                out,
+                accumulate: false,
+            })
+        })?)
+    }
+
+    /// From `work.d_delta_full` to the gradient of `qkv` before rotation; the projection's gradient.
+    pub(super) fn backward_output(
+        &self,
+        cx: &mut Cx,
+        model: &Model,
+        layer: u32,
+        params: &LayerParams,
+        saved: &Saved,
+    ) -> Result<(), StepError> {
+        let Model { shape, inputs, work, .. } = model;
+        let (heads, leaf, bits) = (shape.heads, shape.leaf, shape.grad_bits);
+        let d_block = work.d_delta_full;
+        let w = cx.weights.acquire(cx.be, cx.comms, params.proj)?;
+        cx.run(Op::LinearDx { d_out: d_block, w, d_x: self.d_out, accumulate: false })?;
+        let x = saved.out;
+        cx.weights.add_grad(cx.be, cx.comms, params.proj, |acc| Op::LinearDw {
+            d_out: d_block,
+            x,
+            acc,
+            leaf,
+            bits,
+        })?;
+        self.kv.gather(cx, saved.qkv, heads)?;
+        cx.run(Op::Zero { dst: self.kv.d_in_order })?;
+        cx.run(Op::AttentionBackward {
+            qkv: saved.qkv,
+            kv: self.kv.in_order,
+            positions: inputs.positions,
+            samples: inputs.samples,
+            out: saved.out,
+            lse: saved.lse,
+            d_out: self.d_out,
+            d_qkv: self.d_qkv,
+            d_kv: self.kv.d_in_order,
+            heads,
+            batch: shape.batch,
+            leaf,
+            bits: shape.kv_bits,
+            dropout: dropout(model, layer),
+            first_head: shape.first_head,
+        })?;
+        self.kv.scatter_grad(cx, self.d_qkv, heads, shape.kv_bits)?;
+        let (positions, table) = (inputs.positions, inputs.rope_table);
+        Ok(cx.run(Op::Rope { qkv: self.d_qkv, positions, table, heads, inverse: true })?)
+    }
+
+    /// From there to `work.d_normed_partial`; the fused weight's gradient, with its input in `work.normed_full`.
+    pub(super) fn backward_input(
+        &self,
+        cx: &mut Cx,
+        model: &Model,
+        params: &LayerParams,
+    ) -> Result<(), StepError> {
+        let Model { shape, work, .. } = model;
+        let w = cx.weights.acquire(cx.be, cx.comms, params.qkv)?;
+        let rows = self.d_qkv.cols / shape.blocks;
+        sum_blocks(cx.be, shape.blocks, work.d_normed_partial, &work.tree, &mut |be, block, d_x| {
+            let (lo, hi) = (block * rows, (block + 1) * rows);
+            let (d_out, w) = (self.d_qkv.col_range(lo, hi), w.row_range(lo, hi));
+            be.run(Op::LinearDx { d_out, w, d_x, accumulate: false })
+        })?;
+        let (d_out, x, leaf, bits) = (self.d_qkv, work.normed_full, shape.leaf, shape.grad_bits);
+        cx.weights.add_grad(cx.be, cx.comms, params.qkv, |acc| Op::LinearDw { d_out, x, acc, leaf, bits })
+    }
+}
+
+fn dropout(model: &Model, layer: u32) -> Option<Dropout> {
+    let p = model.shape.attention_dropout;
+    (p > 0.0).then(|| model.dropout(p, layer))
+}

@@ -1,0 +1,73 @@
+//! The output layer and the cross-entropy over a vocabulary that TP cuts: between its three phases lie a maximum, a sum and
+//! the owner's logit over `tp`. Gradients follow the sum convention: they belong to the sum of the weighted token losses.
+
+use super::{LocalShape, Model};
+use crate::backend::{Buffers, Lifetime, Op, View};
+use crate::comm::{Reduce, Site};
+use crate::parallel::tensor::sum_blocks;
+use crate::parallel::{Cx, StepError};
+use mesh::DType;
+
+/// Buffers of the loss.
+pub(super) struct Loss {
+    /// `[M, Vl]`; becomes its own gradient.
+    logits: View,
+    /// Each `[M, 1]`.
+    max: View,
+    sum: View,
+    picked: View,
+    loss: View,
+}
+
+impl Loss {
+    pub(super) fn new(shape: &LocalShape, buffers: &mut Buffers) -> Self {
+        let mut declare =
+            |name: &str, cols| buffers.declare(name, Lifetime::Transient, DType::F32, shape.tokens, cols);
+        Loss {
+            logits: declare("logits", shape.vocab),
+            max: declare("loss.max", 1),
+            sum: declare("loss.sum", 1),
+            picked: declare("loss.picked", 1),
+            loss: declare("loss", 1),
+        }
+    }
+
+    /// From `work.normed_full` to `work.d_normed_partial`; adds to the output layer's gradient and to `loss_sum`.
+    pub(super) fn run(&self, cx: &mut Cx, model: &Model, loss_sum: View) -> Result<(), StepError> {
+        let Model { shape, inputs, work, table, .. } = model;
+        let (x, logits, valid) = (work.normed_full, self.logits, shape.vocab_valid);
+        let (target, first_col) = (inputs.targets, shape.vocab_first_row as i32);
+        let block_rows = shape.vocab / shape.blocks;
+        let (leaf, bits) = (shape.leaf, shape.grad_bits);
+
+        let w = cx.weights.acquire(cx.be, cx.comms, table.output)?;
+        cx.run(Op::Linear { x, w, out: logits, accumulate: false })?;
+        cx.run(Op::CeMax { logits, valid, max: self.max })?;
+        over_tp(cx, "loss.max", Reduce::Max, self.max)?;
+        let (max, sum, picked) = (self.max, self.sum, self.picked);
+        cx.run(Op::CeSum { logits, max, target, first_col, valid, block: block_rows, sum, picked })?;
+        over_tp(cx, "loss.sum", Reduce::Tree, sum)?;
+        over_tp(cx, "loss.picked", Reduce::Tree, picked)?;
+        let (weight, loss) = (inputs.weights, self.loss);
+        cx.run(Op::CeGrad { logits, max, sum, picked, target, weight, first_col, valid, loss })?;
+        cx.run(Op::SumRows { x: loss, acc: loss_sum, leaf, bits })?;
+
+        sum_blocks(cx.be, shape.blocks, work.d_normed_partial, &work.tree, &mut |be, block, d_x| {
+            let (lo, hi) = (block * block_rows, (block + 1) * block_rows);
+            let (d_out, w) = (logits.col_range(lo, hi), w.row_range(lo, hi));
+            be.run(Op::LinearDx { d_out, w, d_x, accumulate: false })
+        })?;
+        cx.weights.add_grad(cx.be, cx.comms, table.output, |acc| Op::LinearDw {
+            d_out: logits,
+            x,
+            acc,
+            leaf,
+            bits,
+        })
+    }
+}
+
+fn over_tp(cx: &mut Cx, site: Site, reduce: Reduce, buf: View) -> Result<(), StepError> {
+    let ticket = cx.comms.tp.all_reduce(cx.be, site, reduce, buf)?;
+    Ok(cx.comms.tp.wait(cx.be, ticket)?)
+}

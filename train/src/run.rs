@@ -1,0 +1,376 @@
+//! A run: resume, step, log, save, stop. Ranks are threads of this process.
+//!
+//! What happens is told to an observer as values; nothing here prints, and no file but the token file is opened here.
+
+use crate::comm::CommError;
+use crate::comm::threads::{RankContext, World, WorldError, WorldOptions};
+use crate::config::TrainConfig;
+use crate::data::sampler::{EmptyEpoch, RankReader};
+use crate::data::{Sampler, TokenFile, TokenFileError};
+use crate::parallel::{Comms, StepError};
+use crate::resume::{DataState, LoadError, Resume, Resumed, SchedulerState, load};
+use crate::state::{RunState, Streams};
+use crate::step::{BuildError, StepOutcome, StepSettings, Trainer};
+use ckpt::{Counters, Header, Random, SaveError, SaveReport, Saver, Snapshot, WriterInfo};
+use mesh::{GroupKind, GroupTable, Schedule, ScheduleError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// A run that is about to start.
+pub struct Job<'a> {
+    /// What to train.
+    pub config: &'a TrainConfig,
+    /// The tokens.
+    pub tokens: &'a TokenFile,
+    /// Where to go on from; `None` starts afresh.
+    pub resume: Option<Resume<'a>>,
+    /// Where and when to save; `None` saves nothing.
+    pub save: Option<SavePolicy<'a>>,
+    /// Set from outside to end the run after the step in hand, with a save.
+    pub stop: &'a AtomicBool,
+    /// Is told what happens, on the first rank's thread.
+    pub observer: &'a (dyn Fn(&Event) + Sync),
+}
+
+/// When to save, and with what.
+pub struct SavePolicy<'a> {
+    /// Steps from one save to the next; the last step is always saved.
+    pub interval: u64,
+    /// Makes a rank's saver from the exchange among the model's ranks.
+    pub saver: &'a (dyn Fn(ckpt::Exchange) -> Saver + Sync),
+    /// What `checkpoint.json` says of who writes.
+    pub writer: WriterInfo,
+    /// The time of day, RFC 3339.
+    pub now: fn() -> String,
+}
+
+/// Something that happened.
+#[derive(Debug)]
+pub enum Event {
+    /// State was loaded and proved.
+    Resumed(Box<Resumed>),
+    /// A step was made, or skipped.
+    Step(Step),
+    /// An epoch ended and left samples unused.
+    SamplesDropped {
+        /// Which epoch, from 0.
+        epoch: u64,
+        /// How many.
+        samples: u64,
+    },
+    /// A checkpoint is complete.
+    Saved {
+        /// Its iteration.
+        iteration: u64,
+        /// What was written.
+        report: SaveReport,
+    },
+    /// A save failed; training goes on.
+    SaveFailed {
+        /// Of which iteration.
+        iteration: u64,
+        /// Why.
+        error: SaveError,
+    },
+    /// The run stops because it was asked to.
+    Stopping {
+        /// After this iteration.
+        iteration: u64,
+    },
+}
+
+/// One iteration.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Step {
+    /// Iterations done, this one included.
+    pub iteration: u64,
+    /// Learning rate of the update.
+    pub lr: f64,
+    /// Loss and norm.
+    pub outcome: StepOutcome,
+    /// Tokens of the global batch per second.
+    pub tokens_per_second: f64,
+    /// Samples used so far, this batch included.
+    pub consumed_samples: u64,
+    /// Steps skipped one after another up to this one.
+    pub skipped_in_a_row: u32,
+}
+
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RunEnd {
+    /// Iterations done.
+    pub iteration: u64,
+    /// Whether it was asked to stop before its last iteration.
+    pub stopped: bool,
+}
+
+/// A run that did not come to its end.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// The configuration cannot be trained.
+    #[error(transparent)]
+    Config(#[from] crate::config::ConfigError),
+    /// The schedule contradicts itself.
+    #[error(transparent)]
+    Schedule(#[from] ScheduleError),
+    /// A rank could not be set up.
+    #[error(transparent)]
+    Build(#[from] BuildError),
+    /// The state could not be loaded.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// Tokens could not be read.
+    #[error(transparent)]
+    Tokens(#[from] TokenFileError),
+    /// The data set gives no batch.
+    #[error(transparent)]
+    EmptyEpoch(#[from] EmptyEpoch),
+    /// A step failed.
+    #[error(transparent)]
+    Step(#[from] StepError),
+    /// Two saves in a row failed, or the last one.
+    #[error("the checkpoint of iteration {iteration} could not be saved")]
+    Save {
+        /// Of which iteration.
+        iteration: u64,
+        /// Why.
+        source: SaveError,
+    },
+    /// Too many steps in a row were skipped.
+    #[error("{skipped} steps in a row, up to iteration {iteration}, had values that were not finite or out of range")]
+    NotFinite {
+        /// How many.
+        skipped: u32,
+        /// The last of them.
+        iteration: u64,
+    },
+    /// Another rank failed.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+}
+
+/// Runs `job` on its ranks and returns when all have ended.
+///
+/// # Errors
+/// What the configuration or the checkpoint lacks, before any rank starts; the first rank's failure after that.
+pub fn run(job: &Job) -> Result<RunEnd, WorldError<RunError>> {
+    let world_size = job.config.parallel.layout().world_size();
+    let groups = Arc::new(GroupTable::new("model", job.config.parallel.layout()));
+    let ends = World::run(world_size, WorldOptions::default(), |context| run_rank(job, &groups, context))?;
+    Ok(ends[0])
+}
+
+fn run_rank(job: &Job, groups: &Arc<GroupTable>, context: &RankContext) -> Result<RunEnd, RunError> {
+    let groups = groups.for_rank(context.rank());
+    let comms = Comms::new(&groups, |kind| context.comm(&groups, kind)).map_err(BuildError::from)?;
+    let mut rank = RankRun::new(job, Trainer::new(job.config, &groups, comms)?, context)?;
+    if let Some(resume) = &job.resume {
+        rank.resume(resume)?;
+    }
+    while rank.iteration < job.config.train_iters {
+        rank.step()?;
+        let stopped = rank.is_stopped()?;
+        if stopped {
+            rank.tell(|| Event::Stopping { iteration: rank.iteration });
+        }
+        let last = stopped || rank.iteration == job.config.train_iters;
+        rank.save_if_due(last)?;
+        if stopped {
+            return Ok(RunEnd { iteration: rank.iteration, stopped: rank.iteration < job.config.train_iters });
+        }
+    }
+    Ok(RunEnd { iteration: rank.iteration, stopped: false })
+}
+
+/// One rank's run.
+struct RankRun<'a> {
+    job: &'a Job<'a>,
+    is_first: bool,
+    trainer: Trainer,
+    state: RunState,
+    streams: Streams,
+    sampler: Sampler,
+    reader: RankReader,
+    schedule: Schedule,
+    saver: Option<Saver>,
+    iteration: u64,
+    counters: Counters,
+    /// Samples behind successful updates.
+    scheduler_samples: u64,
+    skipped_in_a_row: u32,
+    failed_saves: u32,
+    /// Names that an allow list let pass at the resume.
+    partial: Vec<String>,
+}
+
+impl<'a> RankRun<'a> {
+    fn new(job: &'a Job<'a>, mut trainer: Trainer, context: &RankContext) -> Result<Self, RunError> {
+        let config = job.config;
+        let parallel = &config.parallel;
+        let global_batch_size = parallel.global_batch_size();
+        let num_samples = job.tokens.num_samples(parallel.seq_length())?;
+        let groups = trainer.groups().clone();
+        let state = RunState::new(&mut trainer, "").map_err(BuildError::from)?;
+        let saver = job.save.as_ref().map(|policy| {
+            let comm = context.comm_for("save", &groups, GroupKind::TpDpCp);
+            (policy.saver)(Box::new(move |bytes| Ok(comm.gather_bytes("save.exchange", bytes)?)))
+        });
+        Ok(RankRun {
+            job,
+            is_first: groups.rank() == groups.table().ranks()[0],
+            state,
+            streams: Streams::derive(config.seed, &groups, 0),
+            sampler: Sampler::new(config.seed, num_samples, global_batch_size, config.epoch_tail)?,
+            reader: RankReader::new(parallel, &groups, config.loss_average),
+            schedule: Schedule::new(config.schedule.clone(), global_batch_size)?,
+            saver,
+            trainer,
+            iteration: 0,
+            counters: Counters::default(),
+            scheduler_samples: 0,
+            skipped_in_a_row: 0,
+            failed_saves: 0,
+            partial: Vec::new(),
+        })
+    }
+
+    fn tell(&self, event: impl FnOnce() -> Event) {
+        if self.is_first {
+            (self.job.observer)(&event());
+        }
+    }
+
+    fn resume(&mut self, resume: &Resume) -> Result<(), RunError> {
+        let resumed = load(resume, &mut self.trainer, &self.state, &mut self.streams, &self.sampler)?;
+        self.iteration = resumed.iteration;
+        self.counters = resumed.counters.clone();
+        self.scheduler_samples = resumed.scheduler_samples;
+        self.partial = resumed.partial.clone();
+        self.tell(|| Event::Resumed(Box::new(resumed)));
+        Ok(())
+    }
+
+    fn step(&mut self) -> Result<(), RunError> {
+        let start = Instant::now();
+        let consumed = self.counters.consumed_train_samples;
+        let slots = self.sampler.batch(consumed);
+        let batch = self.reader.read(self.job.tokens, &slots)?;
+        let lr = self.schedule.lr(self.scheduler_samples);
+        let settings = StepSettings {
+            lr,
+            weight_decay: self.schedule.weight_decay(self.scheduler_samples),
+            update: self.counters.optimizer_steps + 1,
+        };
+        let outcome = self.trainer.step(&batch, &settings)?;
+
+        let used = self.sampler.batch_len(consumed);
+        let seq_length = self.job.config.parallel.seq_length();
+        self.iteration += 1;
+        self.counters.consumed_train_samples += used;
+        self.counters.tokens += used * seq_length;
+        if outcome.applied {
+            self.counters.optimizer_steps += 1;
+            self.scheduler_samples += self.job.config.parallel.global_batch_size();
+            self.skipped_in_a_row = 0;
+        } else {
+            self.counters.skipped_train_samples += used;
+            self.skipped_in_a_row += 1;
+        }
+        let seconds = start.elapsed().as_secs_f64();
+        self.tell(|| {
+            Event::Step(Step {
+                iteration: self.iteration,
+                lr,
+                outcome,
+                tokens_per_second: (used * seq_length) as f64 / seconds,
+                consumed_samples: self.counters.consumed_train_samples,
+                skipped_in_a_row: self.skipped_in_a_row,
+            })
+        });
+        if let Some((epoch, samples)) = self.sampler.dropped_at(self.counters.consumed_train_samples) {
+            self.tell(|| Event::SamplesDropped { epoch, samples });
+        }
+        match self.skipped_in_a_row {
+            skipped if skipped > 0 && skipped >= self.job.config.max_skipped_in_a_row => {
+                Err(RunError::NotFinite { skipped, iteration: self.iteration })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether any rank was asked to stop: all of them stop after the same step.
+    fn is_stopped(&self) -> Result<bool, RunError> {
+        let asked = u8::from(self.job.stop.load(Ordering::Relaxed));
+        let all = self.trainer.comms().tp_dp_cp.gather_bytes("run.stop", &[asked])?;
+        Ok(all.iter().any(|asked| asked[..] == [1]))
+    }
+
+    fn save_if_due(&mut self, last: bool) -> Result<(), RunError> {
+        let Some(policy) = &self.job.save else { return Ok(()) };
+        let due = last || (policy.interval > 0 && self.iteration.is_multiple_of(policy.interval));
+        if !due {
+            return Ok(());
+        }
+        let header = self.header(policy)?;
+        let saver = self.saver.as_mut().expect("made with the policy");
+        let groups = self.trainer.groups().clone();
+        let (state, streams) = (&self.state, &self.streams);
+        let (_, be) = self.trainer.parts();
+        let saved = saver.save(Snapshot {
+            table: state.table(),
+            groups: &groups,
+            header,
+            read: &mut |entry, local, bytes| Ok(state.read(be, streams, entry, local, bytes)?),
+        });
+        let iteration = self.iteration;
+        match saved {
+            Ok(report) => {
+                self.failed_saves = 0;
+                self.tell(|| Event::Saved { iteration, report });
+                Ok(())
+            }
+            Err(source) if last || self.failed_saves > 0 => Err(RunError::Save { iteration, source }),
+            Err(error) => {
+                self.failed_saves += 1;
+                self.tell(|| Event::SaveFailed { iteration, error });
+                Ok(())
+            }
+        }
+    }
+
+    /// What `checkpoint.json` says beside what the saver computes. Collective: draws are summed over ranks.
+    fn header(&self, policy: &SavePolicy) -> Result<Header, RunError> {
+        let config = self.job.config;
+        let drawn = self.trainer.comms().tp_dp_cp.gather_bytes("save.draws", &self.streams.draws().to_le_bytes())?;
+        let draws = drawn.iter().map(|b| u64::from_le_bytes(b[..].try_into().expect("eight bytes"))).sum();
+        let json = |value: Result<_, serde_json::Error>| value.expect("plain data");
+        let data = DataState::new(
+            config,
+            self.job.tokens.index_hash(),
+            &self.sampler,
+            self.job.tokens.num_samples(config.parallel.seq_length())?,
+            self.counters.consumed_train_samples,
+        );
+        Ok(Header {
+            iteration: self.iteration,
+            created: (policy.now)(),
+            writer: policy.writer.clone(),
+            counters: self.counters.clone(),
+            scheduler: json(serde_json::to_value(SchedulerState { num_steps: self.scheduler_samples })),
+            groups: json(serde_json::to_value(self.trainer.param_groups())),
+            layout: *config.parallel.layout(),
+            numerics: json(serde_json::to_value(&config.numerics)),
+            config: json(serde_json::to_value(config)),
+            random: Random {
+                algorithm: "philox4x32-10".to_owned(),
+                seed: config.seed,
+                ordinal: self.counters.consumed_train_samples,
+                draws: Some(draws),
+            },
+            data: json(serde_json::to_value(data)),
+            partial: self.partial.clone(),
+        })
+    }
+}

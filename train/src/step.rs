@@ -1,0 +1,301 @@
+//! One optimizer step, and the state of a rank that steps.
+
+use crate::backend::cpu::CpuBackend;
+use crate::backend::{Backend, BackendError, Buffers, Lifetime, MemoryPlan, Op, Recorder, View};
+use crate::comm::Reduce;
+use crate::comm::record::{CallLog, RecordedComm};
+use crate::config::TrainConfig;
+use crate::data::sampler::RankBatch;
+use crate::model::params::{Init, ParamDecl, ParamTable};
+use crate::model::{MicroBatch, Model};
+use crate::optim::{Optimizer, Update};
+use crate::parallel::weight::{ParamHome, WeightStore};
+use crate::parallel::{Comms, Cx, StepError};
+use crate::rng::init_normal;
+use crate::state::{RunState, Streams};
+use mesh::{DType, GroupKind, Indivisible, MissingGroups, ProcessGroups, Region, paired_runs};
+use std::rc::Rc;
+
+/// One rank's model, optimizer and memory.
+pub struct Trainer {
+    config: TrainConfig,
+    groups: ProcessGroups,
+    comms: Comms,
+    be: Box<dyn Backend>,
+    program: Program,
+    plan: MemoryPlan,
+    call_log: CallLog,
+}
+
+/// The program of a step over its buffers.
+pub(crate) struct Program {
+    pub model: Model,
+    pub weights: WeightStore,
+    pub optimizer: Optimizer,
+    /// The loss's fixed-point sum and the count it is divided by, I64 `[1, 2]`.
+    stats: View,
+    grad_bits: u32,
+}
+
+/// A rank cannot be set up.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BuildError {
+    /// The collection lacks groups.
+    #[error(transparent)]
+    Groups(#[from] MissingGroups),
+    /// A parameter does not divide.
+    #[error(transparent)]
+    Placement(#[from] Indivisible),
+}
+
+/// What a step is given beside its batch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepSettings {
+    /// Learning rate.
+    pub lr: f64,
+    /// Weight decay, on matrices.
+    pub weight_decay: f64,
+    /// Number of the optimizer update that this step makes, from 1.
+    pub update: u64,
+}
+
+/// What a step came to, equal on all ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepOutcome {
+    /// Average loss of the global batch.
+    pub loss: f64,
+    /// Norm of the averaged gradients before clipping, over all parameters.
+    pub grad_norm: f64,
+    /// False if a value was not finite or left its range: nothing was updated.
+    pub applied: bool,
+}
+
+impl Program {
+    fn new(config: &TrainConfig, groups: &ProcessGroups, buffers: &mut Buffers) -> Result<Self, BuildError> {
+        let model = Model::new(config, groups, buffers);
+        let homes = Homes::new(model.table(), groups, buffers)?;
+        let sum_over_tp = config.parallel.sequence_parallel();
+        let optimizer = Optimizer::new(
+            &config.optimizer,
+            model.table(),
+            groups,
+            &homes.params,
+            homes.replicated_grads,
+            sum_over_tp,
+            buffers,
+        )?;
+        let weights = WeightStore::new(homes.params, groups.size(GroupKind::GtpRemat) as usize, buffers);
+        let stats = buffers.declare("stats", Lifetime::Persistent, DType::I64, 1, 2);
+        Ok(Program { model, weights, optimizer, stats, grad_bits: config.numerics.grad_bits })
+    }
+
+    fn zero_grads(&mut self, be: &mut dyn Backend) -> Result<(), StepError> {
+        for home in self.weights.homes() {
+            be.run(Op::Zero { dst: home.grad })?;
+        }
+        Ok(be.run(Op::Zero { dst: self.stats })?)
+    }
+
+    fn micro_batch(
+        &mut self,
+        be: &mut dyn Backend,
+        comms: &Comms,
+        batch: &MicroBatch,
+    ) -> Result<(), StepError> {
+        let loss_sum = self.stats.col_range(0, 1);
+        self.model.run(&mut Cx { be, comms, weights: &mut self.weights }, batch, loss_sum)
+    }
+
+    /// The sum of all weighted token losses, and the count it is divided by.
+    fn reduce_loss(&self, be: &mut dyn Backend, comms: &Comms, count: u64) -> Result<(f64, u64), StepError> {
+        be.upload(self.stats.col_range(1, 2), &(count as i64).to_le_bytes())?;
+        let ticket = comms.dp_cp_gtp_remat.all_reduce(be, "loss.reduce", Reduce::Fixed, self.stats)?;
+        comms.dp_cp_gtp_remat.wait(be, ticket)?;
+        let mut stats = [0i64; 2];
+        be.download(self.stats, bytemuck::cast_slice_mut(&mut stats))?;
+        let loss = stats[0] as f64 / (1u64 << self.grad_bits) as f64;
+        Ok((loss, stats[1] as u64))
+    }
+
+    /// Runs everything once on a recorder, twice: the first time the weight store learns the order of uses.
+    fn record(&mut self, buffers: &Buffers, comms: &Comms) -> Result<MemoryPlan, StepError> {
+        self.record_once(&mut Recorder::new(buffers), comms)?;
+        self.weights.finish_learning();
+        let mut recorder = Recorder::new(buffers);
+        self.record_once(&mut recorder, comms)?;
+        Ok(recorder.plan())
+    }
+
+    fn record_once(&mut self, recorder: &mut Recorder, comms: &Comms) -> Result<(), StepError> {
+        self.zero_grads(recorder)?;
+        self.micro_batch(recorder, comms, &MicroBatch::default())?;
+        self.reduce_loss(recorder, comms, 1)?;
+        let update = Update { lr: 0.0, weight_decay: 0.0, step: 1, count: 1, leaves: 1 };
+        self.optimizer.reduce(recorder, comms, &update, self.grad_bits)?;
+        self.optimizer.update(recorder, comms, &update, 1.0)
+    }
+}
+
+/// Where the parameters of a rank live.
+struct Homes {
+    params: Vec<ParamHome>,
+    replicated_grads: Option<View>,
+}
+
+impl Homes {
+    fn new(table: &ParamTable, groups: &ProcessGroups, buffers: &mut Buffers) -> Result<Self, BuildError> {
+        let gtp = groups.size(GroupKind::GtpRemat) as usize;
+        let is_sharded = |param: &ParamDecl| param.placement.is_cut_over(GroupKind::GtpRemat);
+        let replicated_len: usize = (table.params.iter().filter(|param| !is_sharded(param)))
+            .map(|param| param.placement.shape().numel() as usize)
+            .sum();
+        let replicated_grads = (replicated_len > 0)
+            .then(|| buffers.declare("grad.replicated", Lifetime::Persistent, DType::I64, 1, replicated_len));
+        let mut replicated_at = 0;
+        let mut params = Vec::new();
+        for param in &table.params {
+            let mut declare = |what: &str, dtype, rows, cols| {
+                buffers.declare(format!("{what}.{}", param.key), Lifetime::Persistent, dtype, rows, cols)
+            };
+            if !is_sharded(param) {
+                let len = param.placement.shape().numel() as usize;
+                let grads = replicated_grads.expect("declared for parameters like this one");
+                let grad = grads.col_range(replicated_at, replicated_at + len);
+                replicated_at += len;
+                let weight = declare("weight", DType::F32, 1, len);
+                params.push(ParamHome { weight, grad, gathered_rows: 1, is_sharded: false });
+                continue;
+            }
+            // Rows of the TP-local weight: the whole of what the GTP peers hold.
+            let mut gathered_rows = 0;
+            let mut cols = 0;
+            for peer in groups.members(GroupKind::GtpRemat) {
+                let shape = param.placement.shard(&peer)?.shape;
+                gathered_rows += shape.dims()[0] as usize;
+                cols = shape.dims()[1] as usize;
+            }
+            let rows = gathered_rows.div_ceil(gtp);
+            params.push(ParamHome {
+                weight: declare("weight", DType::F32, rows, cols),
+                grad: declare("grad", DType::I64, rows, cols),
+                gathered_rows,
+                is_sharded: true,
+            });
+        }
+        Ok(Homes { params, replicated_grads })
+    }
+}
+
+impl Trainer {
+    /// A rank with its initial weights: every element drawn by its global index, so no rank needs another's.
+    ///
+    /// # Errors
+    /// Groups that the collection lacks, or a parameter that does not divide.
+    pub fn new(config: &TrainConfig, groups: &ProcessGroups, comms: Comms) -> Result<Self, BuildError> {
+        let mut buffers = Buffers::default();
+        let mut program = Program::new(config, groups, &mut buffers)?;
+        let call_log = CallLog::default();
+        let recorded = Comms::new(groups, |kind| Rc::new(RecordedComm::new(groups, kind, &call_log)))?;
+        let plan = program.record(&buffers, &recorded).expect("a recorder cannot fail");
+        let be = Box::new(CpuBackend::new(plan.clone()));
+        let mut trainer =
+            Trainer { config: config.clone(), groups: groups.clone(), comms, be, program, plan, call_log };
+        trainer.init_weights()?;
+        Ok(trainer)
+    }
+
+    fn init_weights(&mut self) -> Result<(), BuildError> {
+        for (param, home) in self.program.model.table().params.iter().zip(self.program.weights.homes()) {
+            let shard = param.placement.shard(&self.groups)?;
+            let mut values = vec![0f32; home.weight.numel()];
+            let shape = param.placement.shape();
+            for piece in &shard.pieces {
+                for (global, local) in paired_runs(&piece.region, &shape, &piece.local, &shard.shape) {
+                    let out = &mut values[local.start as usize..local.end as usize];
+                    match param.init {
+                        Init::Ones => out.fill(1.0),
+                        Init::Normal { std } => {
+                            init_normal(self.config.seed, param.key.as_str(), global, std, out);
+                        }
+                    }
+                }
+            }
+            self.be.upload(home.weight, bytemuck::cast_slice(&values)).expect("host memory");
+        }
+        Ok(())
+    }
+
+    /// The run's configuration.
+    pub fn config(&self) -> &TrainConfig {
+        &self.config
+    }
+
+    /// The model's process groups, as this rank sees them.
+    pub fn groups(&self) -> &ProcessGroups {
+        &self.groups
+    }
+
+    /// The plan of this rank's memory.
+    pub fn memory(&self) -> &MemoryPlan {
+        &self.plan
+    }
+
+    /// The collectives of one step, in the order of the program.
+    pub fn call_log(&self) -> &CallLog {
+        &self.call_log
+    }
+
+    /// Copies a box of `state`, in this rank's own coordinates, out of memory; row-major.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn read_state(
+        &mut self,
+        state: &RunState,
+        streams: &Streams,
+        entry: usize,
+        local: &Region,
+        bytes: &mut [u8],
+    ) -> Result<(), BackendError> {
+        state.read(self.be.as_mut(), streams, entry, local, bytes)
+    }
+
+    pub(crate) fn parts(&mut self) -> (&Program, &mut dyn Backend) {
+        (&self.program, self.be.as_mut())
+    }
+
+    pub(crate) fn comms(&self) -> &Comms {
+        &self.comms
+    }
+
+    /// One optimizer step over the global batch of which `batch` is this rank's part. Collective.
+    ///
+    /// # Errors
+    /// A failed collective or device. A step whose values are not finite is no error: all ranks alike leave the weights
+    /// as they were.
+    pub fn step(&mut self, batch: &RankBatch, settings: &StepSettings) -> Result<StepOutcome, StepError> {
+        let Trainer { config, comms, be, program, .. } = self;
+        let be = be.as_mut();
+        program.zero_grads(be)?;
+        for micro_batch in &batch.micro_batches {
+            program.micro_batch(be, comms, micro_batch)?;
+        }
+        let (loss_sum, count) = program.reduce_loss(be, comms, batch.count)?;
+        let count = count.max(1); // a batch without valid tokens changes nothing
+        let tokens = config.parallel.global_batch_size() * config.parallel.seq_length();
+        let update = Update {
+            lr: settings.lr,
+            weight_decay: settings.weight_decay,
+            step: settings.update,
+            count,
+            leaves: tokens / config.numerics.leaf_tokens as u64,
+        };
+        let reduced = program.optimizer.reduce(be, comms, &update, program.grad_bits)?;
+        let applied = reduced.in_range && reduced.norm.is_finite();
+        if applied {
+            program.optimizer.update(be, comms, &update, reduced.norm)?;
+        }
+        let loss = if reduced.in_range { loss_sum / count as f64 } else { f64::NAN };
+        Ok(StepOutcome { loss, grad_norm: if reduced.in_range { reduced.norm } else { f64::NAN }, applied })
+    }
+}
