@@ -1,0 +1,5 @@
+//! Integration tests of the whole workspace, one binary so that the heavy crates link once.
+
+mod anchor;
+mod layouts;
+mod support;

@@ -1,0 +1,270 @@
+//! A world of rank threads, a tiny model, and everything that can be compared about a run.
+
+use mesh::{
+    ConfiguredCp, GroupTable, LayoutSizes, LrDecayStyle, ParallelConfig, ParallelLayout, ParallelSettings,
+    ProcessGroups, RankOrder, Schedule, ScheduleConfig, ScheduleUnit, StateKind, Warmup, WeightDecayStyle,
+};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+use train::comm::mutate::Mutated;
+use train::comm::threads::{RankContext, World, WorldOptions};
+use train::comm::{Comm, Site};
+use train::config::{EpochTail, LossAverage, ModelConfig, Numerics, OptimizerConfig, TrainConfig};
+use train::data::sampler::{RankReader, Sampler};
+use train::data::{TokenFile, TokenWriter};
+use train::parallel::Comms;
+use train::state::{RunState, Streams};
+use train::step::{StepOutcome, StepSettings, Trainer};
+
+/// A layout by its free numbers: TP, SP, configured CP, GTP degree, sequence shards inside it, DP, micro-batch size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Layout {
+    pub tp: u32,
+    pub sp: bool,
+    pub cp: u32,
+    pub gtp: u32,
+    pub nseq: u32,
+    pub dp: u32,
+    pub mbs: u32,
+}
+
+impl Layout {
+    pub const SINGLE: Layout = Layout { tp: 1, sp: false, cp: 1, gtp: 1, nseq: 1, dp: 1, mbs: 1 };
+
+    pub fn world_size(self) -> u32 {
+        self.tp * self.cp * self.gtp * self.dp
+    }
+
+    /// Every layout of `ranks` ranks, whether or not a configuration admits it; SP also off where TP allows the choice.
+    pub fn all(ranks: u32, micro_batches: &[u32]) -> Vec<Layout> {
+        let divisors = |n: u32| (1..=n).filter(move |d| n.is_multiple_of(*d));
+        let mut layouts = Vec::new();
+        for tp in divisors(ranks) {
+            for cp in divisors(ranks / tp) {
+                for gtp in divisors(ranks / tp / cp) {
+                    for nseq in divisors(gtp) {
+                        for sp in [false, true] {
+                            for mbs in micro_batches {
+                                let dp = ranks / tp / cp / gtp;
+                                layouts.push(Layout { tp, sp, cp, gtp, nseq, dp, mbs: *mbs });
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        layouts.retain(|layout| !(layout.sp && layout.tp == 1));
+        layouts
+    }
+
+    pub fn parallel(
+        self,
+        seq_length: u64,
+        global_batch_size: u64,
+    ) -> Result<ParallelConfig, mesh::ParallelError> {
+        let layout = ParallelLayout::new(LayoutSizes {
+            world_size: self.world_size(),
+            rank_offset: 0,
+            tp: self.tp,
+            pp: 1,
+            cp: ConfiguredCp(self.cp),
+            gtp: self.gtp,
+            gtp_sequence_shards: self.nseq,
+            order: RankOrder::GtpInsideCp,
+        })
+        .expect("divisors make a layout");
+        ParallelConfig::new(ParallelSettings {
+            layout,
+            sequence_parallel: self.sp,
+            seq_length,
+            micro_batch_size: self.mbs,
+            global_batch_size,
+        })
+    }
+}
+
+/// A tiny model that still has every kind of parameter: 2 layers, hidden 32, 8 heads of 8 in `groups` groups.
+pub fn tiny_model(groups: usize) -> ModelConfig {
+    ModelConfig {
+        num_layers: 2,
+        hidden_size: 32,
+        ffn_hidden_size: 48,
+        num_attention_heads: 8,
+        num_query_groups: groups,
+        kv_channels: 8,
+        vocab_size: 257,
+        tie_embeddings: false,
+        norm_epsilon: 1e-5,
+        rotary_base: 10_000.0,
+        hidden_dropout: 0.1,
+        attention_dropout: 0.1,
+        init_method_std: 0.02,
+    }
+}
+
+pub fn config(model: ModelConfig, parallel: ParallelConfig, train_iters: u64) -> TrainConfig {
+    let numerics = Numerics::canonical(&model, parallel.seq_length() as usize, None, None);
+    TrainConfig {
+        schedule: schedule(train_iters),
+        model,
+        parallel,
+        optimizer: OptimizerConfig { adam_beta1: 0.9, adam_beta2: 0.999, adam_eps: 1e-8, clip_grad: 1.0 },
+        numerics,
+        seed: 1234,
+        train_iters,
+        loss_average: LossAverage::Token,
+        epoch_tail: EpochTail::Span,
+        max_skipped_in_a_row: 3,
+    }
+}
+
+/// Constant decay of 0.01; the learning rate falls by a cosine from 1e-2 to 0.
+pub fn schedule(train_iters: u64) -> ScheduleConfig {
+    ScheduleConfig {
+        unit: ScheduleUnit::Iterations,
+        train: train_iters,
+        lr_decay: train_iters,
+        lr_warmup: Warmup::Length(0),
+        lr_decay_style: LrDecayStyle::Cosine,
+        init_lr: 0.0,
+        max_lr: 1e-2,
+        min_lr: 0.0,
+        start_weight_decay: 0.01,
+        end_weight_decay: 0.01,
+        weight_decay_style: WeightDecayStyle::Constant,
+    }
+}
+
+/// A token file of one document whose token i is `(7i² + 3i + ⌊i/8⌋) mod 251`.
+pub fn token_file(folder: &Path, num_tokens: u64) -> TokenFile {
+    let prefix = folder.join("tokens");
+    let mut writer = TokenWriter::create(&prefix, 257).unwrap();
+    writer.add_document((0..num_tokens).map(|i| ((i * i * 7 + i * 3 + (i >> 3)) % 251) as u32)).unwrap();
+    writer.finish().unwrap();
+    TokenFile::open(&prefix).unwrap()
+}
+
+/// Everything about some steps that must not depend on the layout.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Trace {
+    /// Sample ids of each step's global batch, as the lanes read them, sorted by slot.
+    pub samples: Vec<Vec<u64>>,
+    pub outcomes: Vec<StepOutcome>,
+    /// Bytes of every logical tensor after the last step, by key; random streams are the layout's own.
+    pub state: BTreeMap<String, Vec<u8>>,
+}
+
+/// Trains `steps` steps from scratch on as many threads as the layout has ranks. `mutate` turns one call site into the
+/// identity on all ranks.
+pub fn trace(config: &TrainConfig, tokens: &TokenFile, steps: u64, mutate: Option<Site>) -> Trace {
+    let layout = config.parallel.layout();
+    let table = Arc::new(GroupTable::new("model", layout));
+    let ranks = World::run(layout.world_size(), WorldOptions::default(), |context| {
+        Ok::<_, train::parallel::StepError>(rank_trace(config, tokens, steps, mutate, &table, context))
+    })
+    .unwrap_or_else(|error| panic!("{layout}: {error}"));
+    merge(ranks)
+}
+
+/// What one rank saw and holds.
+pub struct RankTrace {
+    samples: Vec<Vec<(u64, u64)>>,
+    outcomes: Vec<StepOutcome>,
+    pieces: Vec<(String, mesh::Shape, mesh::Region, Vec<u8>)>,
+}
+
+fn rank_trace(
+    config: &TrainConfig,
+    tokens: &TokenFile,
+    steps: u64,
+    mutate: Option<Site>,
+    table: &Arc<GroupTable>,
+    context: &RankContext,
+) -> RankTrace {
+    let groups = table.for_rank(context.rank());
+    let comms = Comms::new(&groups, |kind| {
+        let comm = context.comm(&groups, kind);
+        match mutate {
+            Some(site) => Rc::new(Mutated::new(comm, site)) as Rc<dyn Comm>,
+            None => comm,
+        }
+    })
+    .unwrap();
+    let mut trainer = Trainer::new(config, &groups, comms).unwrap();
+    let sampler = Sampler::new(
+        config.seed,
+        tokens.num_samples(config.parallel.seq_length()).unwrap(),
+        config.parallel.global_batch_size(),
+        config.epoch_tail,
+    )
+    .unwrap();
+    let schedule = Schedule::new(config.schedule.clone(), config.parallel.global_batch_size()).unwrap();
+    let reader = RankReader::new(&config.parallel, &groups, config.loss_average);
+    let mut samples = Vec::new();
+    let mut outcomes = Vec::new();
+    let mut consumed = 0;
+    for step in 0..steps {
+        let slots = sampler.batch(consumed);
+        samples.push(reader.own_slots(&slots).flatten().map(|slot| (slot.ordinal, slot.sample)).collect());
+        let batch = reader.read(tokens, &slots).unwrap();
+        let settings = StepSettings {
+            lr: schedule.lr(step * config.parallel.global_batch_size()),
+            weight_decay: schedule.weight_decay(step * config.parallel.global_batch_size()),
+            update: step + 1,
+        };
+        outcomes.push(trainer.step(&batch, &settings).unwrap());
+        consumed += sampler.batch_len(consumed);
+    }
+    RankTrace { samples, outcomes, pieces: main_pieces(&mut trainer, &groups) }
+}
+
+/// The boxes of which this rank holds the main replica.
+pub fn main_pieces(
+    trainer: &mut Trainer,
+    groups: &ProcessGroups,
+) -> Vec<(String, mesh::Shape, mesh::Region, Vec<u8>)> {
+    let state = RunState::new(trainer, "").unwrap();
+    let streams = Streams::derive(0, groups, 0);
+    let mut pieces = Vec::new();
+    for (index, entry) in state.table().entries().iter().enumerate() {
+        let shard = state.shard(index);
+        if entry.kind == StateKind::Rng || !shard.replica.is_main() {
+            continue;
+        }
+        for piece in &shard.pieces {
+            let mut bytes = vec![0; piece.local.numel() as usize * entry.dtype.size_bytes()];
+            trainer.read_state(&state, &streams, index, &piece.local, &mut bytes).unwrap();
+            pieces.push((entry.key.to_string(), entry.placement.shape(), piece.region.clone(), bytes));
+        }
+    }
+    pieces
+}
+
+/// One trace from those of all ranks: logical tensors from their pieces, and outcomes that all ranks must agree on.
+pub fn merge(ranks: Vec<RankTrace>) -> Trace {
+    let mut trace = Trace { outcomes: ranks[0].outcomes.clone(), ..Trace::default() };
+    for step in 0..ranks[0].samples.len() {
+        let mut slots: Vec<(u64, u64)> = ranks.iter().flat_map(|rank| rank.samples[step].clone()).collect();
+        slots.sort_unstable();
+        slots.dedup();
+        trace.samples.push(slots.into_iter().map(|(_, sample)| sample).collect());
+    }
+    for rank in ranks {
+        let bits = |outcomes: &[StepOutcome]| -> Vec<_> {
+            outcomes.iter().map(|o| (o.loss.to_bits(), o.grad_norm.to_bits(), o.applied)).collect()
+        };
+        assert_eq!(bits(&rank.outcomes), bits(&trace.outcomes), "ranks disagree on losses");
+        for (key, shape, region, bytes) in rank.pieces {
+            let whole = trace.state.entry(key).or_insert_with(|| vec![0; shape.numel() as usize * 4]);
+            let mut at = 0;
+            for run in region.runs(&shape) {
+                let len = (run.end - run.start) as usize * 4;
+                whole[run.start as usize * 4..][..len].copy_from_slice(&bytes[at..at + len]);
+                at += len;
+            }
+        }
+    }
+    trace
+}
