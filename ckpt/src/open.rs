@@ -1,0 +1,345 @@
+//! Finding and opening checkpoints: what steps there are, which is the latest, and whether one is whole.
+
+use crate::catalog::{Catalog, StoredObject};
+use crate::encode::crc64;
+use crate::fingerprint::Fingerprint;
+use crate::manifest::{COMMIT_NAME, Commit, CommitFault, FileEntry, TableFault, parse_commit, read_tables};
+use crate::store::{Store, StoreError};
+use bytes::Bytes;
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// A whole checkpoint: committed, sealed, with all its files at their sizes and tables that were proved to describe
+/// every element once. Its data is checked as it is read.
+#[derive(Clone, Debug)]
+pub struct Checkpoint {
+    store: Store,
+    folder: String,
+    commit: Commit,
+    catalog: Catalog,
+}
+
+/// Why a checkpoint cannot be opened.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum OpenError {
+    #[error("no checkpoint of step {step} in `{root}`{}", nearest_text(.nearest))]
+    NoStep { root: String, step: u64, nearest: Vec<u64> },
+    #[error("no checkpoint in `{root}`{}", passed_text(.passed_over))]
+    NoCheckpoint { root: String, passed_over: Vec<PassedOver> },
+    #[error("step {step} is incomplete: `{folder}` has no {COMMIT_NAME}")]
+    NoCommit { step: u64, folder: String },
+    #[error("step {step} is incomplete: {}", files_text(.files))]
+    Files { step: u64, files: Vec<WrongFile> },
+    #[error("`{object}` is not whole")]
+    Commit { object: String, source: CommitFault },
+    #[error("`{object}` is the commit of step {found}; it does not belong in this folder")]
+    Iteration { object: String, found: u64 },
+    #[error("`{object}` is damaged: its checksum is {found:016x}, not {expected:016x}")]
+    Checksum { object: String, expected: u64, found: u64 },
+    #[error("`{object}` cannot be read as a table")]
+    Table { object: String, source: TableFault },
+    #[error("step {step}: its tensors have the fingerprint {found} together, its commit says {expected}")]
+    Fingerprint { step: u64, expected: Fingerprint, found: Fingerprint },
+    #[error("`{object}` is a symbolic link; files of a checkpoint must lie in its folder")]
+    Linked { object: String },
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// A listed file that is not there as listed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WrongFile {
+    /// With the store's name.
+    pub object: String,
+    /// By the commit, in bytes.
+    pub expected: u64,
+    /// In the store, in bytes; none if it is missing.
+    pub found: Option<u64>,
+}
+
+/// A step that was looked at and not taken.
+#[derive(Debug)]
+pub struct PassedOver {
+    /// Its number.
+    pub step: u64,
+    /// What is wrong with it.
+    pub why: OpenError,
+}
+
+/// The outcome of a search for the latest checkpoint.
+#[derive(Debug)]
+pub struct Latest {
+    /// The one to resume from, if there is any.
+    pub checkpoint: Option<Checkpoint>,
+    /// Newer steps that are not whole, the newest first.
+    pub passed_over: Vec<PassedOver>,
+}
+
+impl OpenError {
+    /// Whether the checkpoint is there and not whole, so that an older one may be taken instead.
+    pub fn is_damage(&self) -> bool {
+        self.exit_code() == 6
+    }
+
+    /// The error's number.
+    pub fn code(&self) -> &'static str {
+        match self {
+            OpenError::NoStep { .. } | OpenError::NoCheckpoint { .. } => "RM4012",
+            OpenError::NoCommit { .. } | OpenError::Files { .. } => "RM4020",
+            OpenError::Commit { source: CommitFault::Version { .. }, .. } => "RM4022",
+            OpenError::Commit { .. }
+            | OpenError::Iteration { .. }
+            | OpenError::Checksum { .. }
+            | OpenError::Table { .. }
+            | OpenError::Fingerprint { .. } => "RM4021",
+            OpenError::Linked { .. } => "RM4023",
+            OpenError::Store(error) => error.code(),
+        }
+    }
+
+    /// How to mend it.
+    pub fn help(&self) -> String {
+        match self {
+            OpenError::NoStep { .. } => "name one of the steps there are, or `@latest`".to_owned(),
+            OpenError::NoCheckpoint { .. } => "check the folder, or start a run that saves there".to_owned(),
+            OpenError::Commit { source: CommitFault::Version { .. }, .. } => {
+                "it was saved by a newer program; update this one".to_owned()
+            }
+            OpenError::Linked { .. } => "copy the file itself into the checkpoint's folder".to_owned(),
+            OpenError::Store(error) => error.help(),
+            _ => "use `@latest`, which takes the newest whole step; `remesh verify` lists what is lost"
+                .to_owned(),
+        }
+    }
+
+    /// The process's exit code.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            OpenError::NoStep { .. } | OpenError::NoCheckpoint { .. } => 3,
+            OpenError::Store(error) => error.exit_code(),
+            _ => 6,
+        }
+    }
+}
+
+fn nearest_text(nearest: &[u64]) -> String {
+    let steps: Vec<String> = nearest.iter().map(|step| format!("{step}")).collect();
+    if steps.is_empty() { String::new() } else { format!("; nearest: {}", steps.join(", ")) }
+}
+
+fn passed_text(passed_over: &[PassedOver]) -> String {
+    let lines: Vec<String> = passed_over.iter().map(PassedOver::to_string).collect();
+    if lines.is_empty() { String::new() } else { format!("; {}", lines.join("; ")) }
+}
+
+fn files_text(files: &[WrongFile]) -> String {
+    const SHOWN: usize = 20;
+    let line = |file: &WrongFile| match file.found {
+        Some(found) => format!("`{}` has {found} bytes, not {}", file.object, file.expected),
+        None => format!("`{}` is missing", file.object),
+    };
+    let more =
+        if files.len() > SHOWN { format!(", and {} more", files.len() - SHOWN) } else { String::new() };
+    format!("{}{more}", files.iter().take(SHOWN).map(line).collect::<Vec<_>>().join(", "))
+}
+
+impl fmt::Display for PassedOver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "step {} is passed over ({}): {}", self.step, self.why.code(), chain_text(&self.why))
+    }
+}
+
+/// An error with its causes, for a place that takes one line. A cause that the text has already is not said again.
+pub(crate) fn chain_text(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let said = error.to_string();
+        if !text.contains(&said) {
+            text = format!("{text}: {said}");
+        }
+        cause = error.source();
+    }
+    text
+}
+
+impl Latest {
+    /// The checkpoint.
+    ///
+    /// # Errors
+    /// If there is none, with everything that was passed over.
+    pub fn require(self, store: &Store) -> Result<Checkpoint, OpenError> {
+        let none = OpenError::NoCheckpoint { root: store.to_string(), passed_over: self.passed_over };
+        self.checkpoint.ok_or(none)
+    }
+}
+
+/// The name of a step's folder.
+pub(crate) fn folder_of(step: u64) -> String {
+    format!("iter_{step:07}")
+}
+
+fn step_of(folder: &str) -> Option<u64> {
+    let step = folder.strip_prefix("iter_")?.parse().ok()?;
+    (folder_of(step) == folder).then_some(step)
+}
+
+impl Store {
+    /// The steps that have a folder, ascending; whether they are whole is another question.
+    ///
+    /// # Errors
+    /// If the root cannot be listed.
+    pub fn steps(&self) -> Result<Vec<u64>, StoreError> {
+        let mut steps: Vec<u64> = self.folders()?.iter().filter_map(|folder| step_of(folder)).collect();
+        steps.sort_unstable();
+        Ok(steps)
+    }
+
+    /// Opens the checkpoint of one step.
+    ///
+    /// # Errors
+    /// If there is none, or it is not whole.
+    pub fn checkpoint(&self, step: u64) -> Result<Checkpoint, OpenError> {
+        let steps = self.steps()?;
+        if !steps.contains(&step) {
+            let mut nearest = steps;
+            nearest.sort_by_key(|other| other.abs_diff(step));
+            nearest.truncate(2);
+            nearest.sort_unstable();
+            return Err(OpenError::NoStep { root: self.to_string(), step, nearest });
+        }
+        Checkpoint::open(self, step)
+    }
+
+    /// The whole checkpoint with the highest step, among those below `below` if that is given; to be used when damage
+    /// turned up while a newer one was read.
+    ///
+    /// # Errors
+    /// If the store cannot be read. Steps that are not whole are passed over, and listed.
+    pub fn latest(&self, below: Option<u64>) -> Result<Latest, StoreError> {
+        let mut passed_over = Vec::new();
+        let steps = self.steps()?;
+        for step in steps.into_iter().rev().filter(|step| below.is_none_or(|below| *step < below)) {
+            match Checkpoint::open(self, step) {
+                Ok(checkpoint) => return Ok(Latest { checkpoint: Some(checkpoint), passed_over }),
+                Err(OpenError::Store(error)) if !error.is_not_found() => return Err(error),
+                Err(why) => passed_over.push(PassedOver { step, why }),
+            }
+        }
+        Ok(Latest { checkpoint: None, passed_over })
+    }
+
+    /// The steps after `step` that are whole, ascending.
+    ///
+    /// # Errors
+    /// If the store cannot be read.
+    pub fn whole_steps_after(&self, step: u64) -> Result<Vec<u64>, StoreError> {
+        let mut whole = Vec::new();
+        for newer in self.steps()?.into_iter().filter(|newer| *newer > step) {
+            match Checkpoint::open(self, newer) {
+                Ok(_) => whole.push(newer),
+                Err(OpenError::Store(error)) if !error.is_not_found() => return Err(error),
+                Err(_) => {}
+            }
+        }
+        Ok(whole)
+    }
+}
+
+/// Reads, checks and parses the commit of `step`.
+pub(crate) fn read_commit(store: &Store, step: u64) -> Result<Commit, OpenError> {
+    let folder = folder_of(step);
+    let path = format!("{folder}/{COMMIT_NAME}");
+    let text = match store.get(&path) {
+        Ok(text) => text,
+        Err(error) if error.is_not_found() => {
+            return Err(OpenError::NoCommit { step, folder: store.full_name(&folder) });
+        }
+        Err(error) => return Err(error.into()),
+    };
+    let object = store.full_name(&path);
+    let commit =
+        parse_commit(&text).map_err(|source| OpenError::Commit { object: object.clone(), source })?;
+    if commit.iteration != step {
+        return Err(OpenError::Iteration { object, found: commit.iteration });
+    }
+    Ok(commit)
+}
+
+/// Compares the files of a checkpoint with what lies in its folder.
+pub(crate) fn check_files(store: &Store, step: u64, files: &[FileEntry]) -> Result<(), OpenError> {
+    let folder = folder_of(step);
+    let there: BTreeMap<String, u64> = store.list(&folder)?;
+    let wrong = |file: &FileEntry| {
+        let found = there.get(&file.path).copied();
+        let object = store.full_name(&format!("{folder}/{}", file.path));
+        (found != Some(file.bytes)).then_some(WrongFile { object, expected: file.bytes, found })
+    };
+    let wrong: Vec<WrongFile> = files.iter().filter_map(wrong).collect();
+    if !wrong.is_empty() {
+        return Err(OpenError::Files { step, files: wrong });
+    }
+    match files.iter().find(|file| store.is_linked(&folder, &file.path)) {
+        Some(file) => Err(OpenError::Linked { object: store.full_name(&format!("{folder}/{}", file.path)) }),
+        None => Ok(()),
+    }
+}
+
+impl Checkpoint {
+    fn open(store: &Store, step: u64) -> Result<Checkpoint, OpenError> {
+        let commit = read_commit(store, step)?;
+        check_files(store, step, &commit.files)?;
+        let folder = folder_of(step);
+        let object = |file: &FileEntry| store.full_name(&format!("{folder}/{}", file.path));
+        let read = |file: &FileEntry| -> Result<Bytes, OpenError> {
+            let bytes = store.get(&format!("{folder}/{}", file.path))?;
+            let (expected, found) = (file.crc64, crc64(&bytes));
+            if found != expected {
+                return Err(OpenError::Checksum { object: object(file), expected, found });
+            }
+            Ok(bytes)
+        };
+        let tensors: Vec<&FileEntry> = commit.tensor_tables().collect();
+        let [tensor_table] = tensors.as_slice() else {
+            let source = TableFault::NumTensorTables { found: tensors.len() };
+            return Err(OpenError::Table { object: store.full_name(&folder), source });
+        };
+        let tensors = read(tensor_table)?;
+        let chunks = commit.chunk_tables().map(read).collect::<Result<Vec<_>, _>>()?;
+        let objects =
+            commit.packs().map(|file| StoredObject { path: file.path.clone(), bytes: file.bytes }).collect();
+        let catalog = read_tables(tensors, chunks, objects)
+            .map_err(|source| OpenError::Table { object: object(tensor_table), source })?;
+        let (expected, found) = (commit.fingerprint, catalog.fingerprint());
+        if found != expected {
+            return Err(OpenError::Fingerprint { step, expected, found });
+        }
+        Ok(Checkpoint { store: store.clone(), folder, commit, catalog })
+    }
+
+    /// Where it lies.
+    pub fn store(&self) -> &Store {
+        &self.store
+    }
+
+    /// Optimizer iterations done when it was saved.
+    pub fn step(&self) -> u64 {
+        self.commit.iteration
+    }
+
+    /// Its `checkpoint.json`.
+    pub fn commit(&self) -> &Commit {
+        &self.commit
+    }
+
+    /// Its tensors and where their bytes are.
+    pub fn catalog(&self) -> &Catalog {
+        &self.catalog
+    }
+
+    /// The path of a file of this checkpoint in its store.
+    pub(crate) fn path(&self, file: &str) -> String {
+        format!("{}/{file}", self.folder)
+    }
+}

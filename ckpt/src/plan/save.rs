@@ -1,0 +1,286 @@
+//! Who writes what: every rank derives the same plan from the placements and the process groups.
+
+use crate::encode::CHUNK_BYTES_MAX;
+use mesh::{
+    GroupTable, Indivisible, LocalShard, Placement, Rank, Region, Shape, StateTable, TensorKey, TilingFault,
+    prove_tiling,
+};
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::fmt;
+use std::sync::Arc;
+
+/// The chunks of a state and their writers. Every element of every tensor is in exactly one chunk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SavePlan {
+    /// Sorted by (entry, first corner).
+    pub chunks: Vec<PlannedChunk>,
+}
+
+/// One chunk to be written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlannedChunk {
+    /// Index of the tensor in the state table.
+    pub entry: usize,
+    /// In elements of the whole tensor.
+    pub region: Region,
+    /// Raw size.
+    pub raw_bytes: u64,
+    /// Who writes it.
+    pub writer: Rank,
+    /// In elements of the writer's buffer; the same shape as `region`.
+    pub local: Region,
+}
+
+/// Identifies a plan and the table it was made for; ranks compare it before anything is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlanDigest([u8; 32]);
+
+impl fmt::Display for PlanDigest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// Why a state cannot be saved.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum SavePlanError {
+    #[error("`{key}` cannot be divided as its placement says")]
+    Indivisible { key: TensorKey, source: Indivisible },
+    #[error("`{key}`: ranks {first} and {second} both hold the main replica of {overlap}")]
+    TwoOwners { key: TensorKey, first: Rank, second: Rank, overlap: Box<Region> },
+    #[error("`{key}`: no rank holds the main replica of {missing} of its {total} elements")]
+    NoOwner { key: TensorKey, missing: u64, total: u64 },
+    #[error("`{key}`: rank {rank} holds {region}, which lies outside the tensor of shape {shape}")]
+    Outside { key: TensorKey, rank: Rank, region: Box<Region>, shape: Shape },
+}
+
+impl SavePlanError {
+    /// The error's number.
+    pub fn code(&self) -> &'static str {
+        match self {
+            SavePlanError::Indivisible { .. } => "RM2003",
+            _ => "RM4030",
+        }
+    }
+
+    /// How to mend it.
+    pub fn help(&self) -> String {
+        match self {
+            SavePlanError::Indivisible { .. } => "pick degrees that divide the tensor's parts".to_owned(),
+            _ => "the placement and the process groups do not describe one division of the tensor; every group that \
+                  holds copies must be in the collection"
+                .to_owned(),
+        }
+    }
+
+    /// The process's exit code.
+    pub fn exit_code(&self) -> u8 {
+        2
+    }
+}
+
+/// A distinct shard, and every rank that holds it with its place in the rank's buffer.
+struct Owned {
+    region: Region,
+    /// Ascending by rank.
+    holders: Vec<(Rank, Region)>,
+}
+
+/// The chunks of `table` on the ranks of `groups`, each given to one of the ranks that hold it.
+///
+/// Shards are cut first along dim 0, then the next dim, into at most 16 MiB. Chunks with fewer holders come first, then
+/// larger ones, then by (key, first corner); each goes to the holder with the fewest bytes so far, then the lowest rank.
+///
+/// # Errors
+/// A placement that the groups do not divide, or main replicas that do not tile a tensor exactly.
+pub fn plan_save(table: &StateTable, groups: &Arc<GroupTable>) -> Result<SavePlan, SavePlanError> {
+    let mut by_placement: HashMap<&Placement, usize> = HashMap::new();
+    let mut divisions: Vec<Vec<Owned>> = Vec::new();
+    // Which chunks compete for the same writers: the set's number, its members, and the chunks.
+    let mut holder_sets: HashMap<Vec<Rank>, usize> = HashMap::new();
+    let mut chunks: Vec<PlannedChunk> = Vec::new();
+    let mut origin: Vec<ChunkOrigin> = Vec::new();
+    for (entry, state) in table.entries().iter().enumerate() {
+        let division = match by_placement.get(&state.placement) {
+            Some(division) => *division,
+            None => {
+                divisions.push(divide(&state.key, &state.placement, groups)?);
+                by_placement.insert(&state.placement, divisions.len() - 1);
+                divisions.len() - 1
+            }
+        };
+        let element_bytes = state.dtype.size_bytes() as u64;
+        for (shard, owned) in divisions[division].iter().enumerate() {
+            let ranks = owned.holders.iter().map(|(rank, _)| *rank).collect();
+            let num_sets = holder_sets.len();
+            let set = *holder_sets.entry(ranks).or_insert(num_sets);
+            for region in cut(&owned.region, element_bytes) {
+                origin.push(ChunkOrigin { division, shard, set });
+                chunks.push(PlannedChunk {
+                    entry,
+                    raw_bytes: region.numel() * element_bytes,
+                    local: region.clone(),
+                    region,
+                    writer: owned.holders[0].0,
+                });
+            }
+        }
+    }
+    let mut sets: Vec<Vec<Rank>> = vec![Vec::new(); holder_sets.len()];
+    for (ranks, set) in holder_sets {
+        sets[set] = ranks;
+    }
+    choose_writers(&mut chunks, &origin, &sets);
+    for (chunk, origin) in chunks.iter_mut().zip(&origin) {
+        let owned = &divisions[origin.division][origin.shard];
+        let at = owned.holders.binary_search_by_key(&chunk.writer, |(rank, _)| *rank);
+        let (_, local) = &owned.holders[at.expect("the writer is one of the holders")];
+        chunk.local = chunk.region.relative_to(&owned.region).shifted_by(local.lo());
+    }
+    chunks.sort_by(|a, b| (a.entry, a.region.lo()).cmp(&(b.entry, b.region.lo())));
+    Ok(SavePlan { chunks })
+}
+
+/// Which shard of which division a chunk is cut from, and the number of its set of holders.
+#[derive(Clone, Copy)]
+struct ChunkOrigin {
+    division: usize,
+    shard: usize,
+    set: usize,
+}
+
+/// The distinct shards of one placement with their holders; the main replicas are proved to tile the tensor.
+fn divide(
+    key: &TensorKey,
+    placement: &Placement,
+    groups: &Arc<GroupTable>,
+) -> Result<Vec<Owned>, SavePlanError> {
+    let mut owned: Vec<Owned> = Vec::new();
+    let mut mains: Vec<(Rank, Region)> = Vec::new();
+    let mut copies: Vec<(Rank, LocalShard)> = Vec::new();
+    for rank in groups.ranks() {
+        let held = placement.shard(&groups.for_rank(*rank));
+        let held = held.map_err(|source| SavePlanError::Indivisible { key: key.clone(), source })?;
+        if held.replica.is_main() {
+            mains.extend(held.pieces.iter().map(|piece| (*rank, piece.region.clone())));
+        }
+        copies.push((*rank, held));
+    }
+    let shape = placement.shape();
+    let regions: Vec<&Region> = mains.iter().map(|(_, region)| region).collect();
+    prove_tiling(&shape, &regions).map_err(|fault| match fault {
+        TilingFault::Overlap { first, second, overlap } => SavePlanError::TwoOwners {
+            key: key.clone(),
+            first: mains[first].0,
+            second: mains[second].0,
+            overlap: overlap.into(),
+        },
+        TilingFault::Outside { index } => SavePlanError::Outside {
+            key: key.clone(),
+            rank: mains[index].0,
+            region: mains[index].1.clone().into(),
+            shape: shape.clone(),
+        },
+        TilingFault::Uncovered { missing } => {
+            SavePlanError::NoOwner { key: key.clone(), missing, total: shape.numel() }
+        }
+    })?;
+    let mut index: HashMap<Region, usize> = HashMap::new();
+    for (_, region) in mains {
+        index.insert(region.clone(), owned.len());
+        owned.push(Owned { region, holders: Vec::new() });
+    }
+    for (rank, held) in copies {
+        for piece in held.pieces {
+            if let Some(at) = index.get(&piece.region) {
+                owned[*at].holders.push((rank, piece.local));
+            }
+        }
+    }
+    Ok(owned)
+}
+
+/// Cuts a box along dim 0, then the next dim, until no piece is larger than a chunk may be.
+fn cut(region: &Region, element_bytes: u64) -> Vec<Region> {
+    let mut done = Vec::new();
+    cut_from(region, 0, element_bytes, &mut done);
+    done
+}
+
+fn cut_from(region: &Region, dim: usize, element_bytes: u64, done: &mut Vec<Region>) {
+    let bytes = region.numel() * element_bytes;
+    if bytes <= CHUNK_BYTES_MAX {
+        done.push(region.clone());
+        return;
+    }
+    let row_bytes = bytes / region.extent(dim);
+    let rows = (CHUNK_BYTES_MAX / row_bytes).max(1);
+    let mut at = region.lo()[dim];
+    while at < region.hi()[dim] {
+        let (mut lo, mut hi) = (region.lo().to_vec(), region.hi().to_vec());
+        lo[dim] = at;
+        hi[dim] = (at + rows).min(hi[dim]);
+        at = hi[dim];
+        cut_from(&Region::new(&lo, &hi), dim + 1, element_bytes, done);
+    }
+}
+
+fn choose_writers(chunks: &mut [PlannedChunk], origin: &[ChunkOrigin], sets: &[Vec<Rank>]) {
+    let mut order: Vec<usize> = (0..chunks.len()).collect();
+    let place = |at: &usize| {
+        let chunk = &chunks[*at];
+        (sets[origin[*at].set].len(), Reverse(chunk.raw_bytes), chunk.entry, chunk.region.lo())
+    };
+    order.sort_by(|a, b| place(a).cmp(&place(b)));
+    // Loads only grow, so a heap entry is a lower bound: the top is right once it says the rank's load of now.
+    let mut loads: HashMap<Rank, u64> = HashMap::new();
+    let new_heap = |ranks: &Vec<Rank>| ranks.iter().map(|rank| Reverse((0u64, *rank))).collect();
+    let mut least_loaded: Vec<BinaryHeap<Reverse<(u64, Rank)>>> = sets.iter().map(new_heap).collect();
+    for at in order {
+        let heap = &mut least_loaded[origin[at].set];
+        chunks[at].writer = loop {
+            let mut top = heap.peek_mut().expect("every shard has a holder");
+            let Reverse((believed, rank)) = *top;
+            let load = loads.entry(rank).or_default();
+            let is_right = believed == *load;
+            if is_right {
+                *load += chunks[at].raw_bytes;
+            }
+            *top = Reverse((*load, rank));
+            if is_right {
+                break rank;
+            }
+        };
+    }
+}
+
+impl SavePlan {
+    /// The chunks that `rank` writes, with their indices, in the order in which they lie in its packs.
+    pub fn chunks_of(&self, rank: Rank) -> impl Iterator<Item = (usize, &PlannedChunk)> {
+        self.chunks.iter().enumerate().filter(move |(_, chunk)| chunk.writer == rank)
+    }
+
+    /// A digest of `table`, which the plan was made for, and of who writes what.
+    pub fn digest(&self, table: &StateTable) -> PlanDigest {
+        let mut hasher = blake3::Hasher::new();
+        let mut text = |text: &str| {
+            hasher.update(&(text.len() as u64).to_le_bytes());
+            hasher.update(text.as_bytes());
+        };
+        for entry in table.entries() {
+            text(entry.key.as_str());
+            text(entry.kind.name());
+            text(entry.dtype.name());
+            text(&serde_json::to_string(&entry.placement).expect("a placement is plain data"));
+        }
+        for chunk in &self.chunks {
+            let ends = [chunk.entry as u64, u64::from(chunk.writer.0), chunk.region.num_dims() as u64];
+            for number in ends.iter().chain(chunk.region.lo()).chain(chunk.region.hi()) {
+                hasher.update(&number.to_le_bytes());
+            }
+        }
+        PlanDigest(*hasher.finalize().as_bytes())
+    }
+}

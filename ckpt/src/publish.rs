@@ -1,0 +1,245 @@
+//! Making a checkpoint visible: tables first, then `checkpoint.json`, created only if there is none. And taking commits
+//! out of the way, never away.
+
+use crate::catalog::Catalog;
+use crate::encode::crc64;
+use crate::manifest::{
+    COMMIT_NAME, Commit, FORMAT, FileEntry, Header, VERSION, Writer, encode_chunks, encode_tensors,
+    seal_commit,
+};
+use crate::open::{OpenError, check_files, folder_of, read_commit};
+use crate::store::{Store, StoreError};
+use crate::write::remove_files;
+
+/// Why a checkpoint was not published.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PublishError {
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error("the files are not as they were written")]
+    Files { source: OpenError },
+    #[error(
+        "step {step} was saved already, by run `{}` (process {} on {}, {})",
+        .owner.run, .owner.pid, .owner.host, .created
+    )]
+    Exists { step: u64, owner: Box<Writer>, created: String },
+    #[error("whether step {step} was published is not known, so its files are kept")]
+    Unknown { step: u64, source: StoreError },
+}
+
+impl PublishError {
+    /// Whether a commit that names the files may be visible.
+    pub(crate) fn may_be_visible(&self) -> bool {
+        matches!(self, PublishError::Unknown { .. })
+    }
+}
+
+/// Writes the tables of `catalog`, whose packs are durable, and commits. On an error the tables are removed again,
+/// unless the commit may be visible.
+pub(crate) fn publish(
+    store: &Store,
+    header: Header,
+    attempt: &str,
+    catalog: &Catalog,
+    packs: Vec<FileEntry>,
+) -> Result<Commit, PublishError> {
+    let step = header.iteration;
+    let folder = folder_of(step);
+    let tables = [
+        (format!("tensors-{attempt}.arrow"), encode_tensors(catalog)),
+        (format!("chunks-{attempt}.arrow"), encode_chunks(catalog)),
+    ];
+    let entry = |(path, bytes): &(String, Vec<u8>)| FileEntry {
+        path: path.clone(),
+        bytes: bytes.len() as u64,
+        crc64: crc64(bytes),
+    };
+    let table_files = tables.each_ref().map(entry);
+    let files = table_files.iter().cloned().chain(packs).collect();
+    let commit = commit_of(header, attempt, catalog, files);
+    let published = tables
+        .into_iter()
+        .try_for_each(|(path, bytes)| store.create_object(&format!("{folder}/{path}"), bytes.into()))
+        .map_err(PublishError::from)
+        .and_then(|()| match check_files(store, step, &commit.files) {
+            Ok(()) => create_commit(store, &commit),
+            Err(source) => Err(PublishError::Files { source }),
+        });
+    match published {
+        Ok(()) => Ok(commit),
+        Err(error) => {
+            if !error.may_be_visible() {
+                remove_files(store, &folder, &table_files);
+            }
+            Err(error)
+        }
+    }
+}
+
+fn commit_of(header: Header, attempt: &str, catalog: &Catalog, files: Vec<FileEntry>) -> Commit {
+    Commit {
+        format: FORMAT.to_owned(),
+        version: VERSION,
+        iteration: header.iteration,
+        created: header.created,
+        writer: Writer {
+            run: header.run,
+            attempt: attempt.to_owned(),
+            host: header.host,
+            pid: header.pid,
+            program: header.program,
+        },
+        counters: header.counters,
+        scheduler: header.scheduler,
+        groups: header.groups,
+        layout: header.layout,
+        numerics: header.numerics,
+        config: header.config,
+        random: header.random,
+        data: header.data,
+        fingerprint: catalog.fingerprint(),
+        partial: header.partial,
+        files,
+    }
+}
+
+/// Creates `checkpoint.json`. One that is there and not whole is set aside first.
+fn create_commit(store: &Store, commit: &Commit) -> Result<(), PublishError> {
+    let step = commit.iteration;
+    let path = format!("{}/{COMMIT_NAME}", folder_of(step));
+    let text = seal_commit(commit);
+    let is_ours = |found: &Commit| found.writer.attempt == commit.writer.attempt;
+    loop {
+        let error = match store.create_object(&path, text.clone().into()) {
+            Ok(()) => return Ok(()),
+            Err(error) => error,
+        };
+        let found = read_commit(store, step);
+        if error.is_already_there() {
+            match found {
+                // A call that was repeated after its answer got lost.
+                Ok(found) if is_ours(&found) => return Ok(()),
+                Ok(found) => match store.checkpoint(step) {
+                    Ok(_) => {
+                        let (owner, created) = (Box::new(found.writer), found.created);
+                        return Err(PublishError::Exists { step, owner, created });
+                    }
+                    Err(OpenError::Store(error)) => return Err(error.into()),
+                    Err(_) => set_commit_aside(store, step, &commit.writer.run)?,
+                },
+                Err(OpenError::Store(error)) => return Err(error.into()),
+                Err(_) => set_commit_aside(store, step, &commit.writer.run)?,
+            }
+        } else {
+            // It failed, but it may be there: not durable, or the answer got lost. What may be visible keeps its files.
+            return Err(match found {
+                Err(OpenError::NoCommit { .. }) => error.into(),
+                Ok(found) if !is_ours(&found) => error.into(),
+                _ => match store.delete(&path) {
+                    Ok(()) => error.into(),
+                    Err(_) => PublishError::Unknown { step, source: error },
+                },
+            });
+        }
+    }
+}
+
+/// Renames the commit of a step to `checkpoint.json.superseded-<run>`, with a number behind it if that name is taken.
+fn set_commit_aside(store: &Store, step: u64, run: &str) -> Result<(), StoreError> {
+    let folder = folder_of(step);
+    let run: String =
+        run.chars().map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' }).collect();
+    let mut name = format!("{folder}/{COMMIT_NAME}.superseded-{run}");
+    for number in 2.. {
+        match store.rename(&format!("{folder}/{COMMIT_NAME}"), &name) {
+            Err(error) if error.is_already_there() => {
+                name = format!("{folder}/{COMMIT_NAME}.superseded-{run}-{number}");
+            }
+            renamed => return renamed,
+        }
+    }
+    unreachable!("some number is free")
+}
+
+/// A destination that holds what a save would contradict.
+#[derive(Debug, thiserror::Error)]
+pub enum DestinationError {
+    /// Whole checkpoints are newer than the step that the run goes on from.
+    #[error("`{root}` holds whole checkpoints newer than step {step}: {}", steps_text(.newer))]
+    Newer {
+        /// The store.
+        root: String,
+        /// The step that the run goes on from.
+        step: u64,
+        /// The newer steps, ascending.
+        newer: Vec<u64>,
+    },
+    /// The store cannot be read.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+impl DestinationError {
+    /// The error's number.
+    pub fn code(&self) -> &'static str {
+        match self {
+            DestinationError::Newer { .. } => "RM7003",
+            DestinationError::Store(error) => error.code(),
+        }
+    }
+
+    /// How to mend it.
+    pub fn help(&self) -> String {
+        match self {
+            DestinationError::Newer { .. } => {
+                "save to another folder, or give `--overwrite`: they are set aside, not deleted".to_owned()
+            }
+            DestinationError::Store(error) => error.help(),
+        }
+    }
+
+    /// The process's exit code.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            DestinationError::Newer { .. } => 7,
+            DestinationError::Store(error) => error.exit_code(),
+        }
+    }
+}
+
+fn steps_text(steps: &[u64]) -> String {
+    steps.iter().map(|step| format!("{step}")).collect::<Vec<_>>().join(", ")
+}
+
+impl Store {
+    /// Checks that a run which goes on from `step` would contradict no newer checkpoint here.
+    ///
+    /// # Errors
+    /// If there are whole checkpoints of later steps, or the store cannot be read.
+    pub fn require_none_after(&self, step: u64) -> Result<(), DestinationError> {
+        let newer = self.whole_steps_after(step)?;
+        if newer.is_empty() {
+            return Ok(());
+        }
+        Err(DestinationError::Newer { root: self.to_string(), step, newer })
+    }
+
+    /// Renames the commits of all steps after `step` to `checkpoint.json.superseded-<run>`, so that they are no
+    /// checkpoints any more; their data stays. Returns the steps, ascending.
+    ///
+    /// # Errors
+    /// If the store fails; commits that were renamed before stay so.
+    pub fn set_aside(&self, after: u64, run: &str) -> Result<Vec<u64>, StoreError> {
+        let mut renamed = Vec::new();
+        // The newest first, so that no half of the work makes an older one the latest.
+        for step in self.steps()?.into_iter().rev().filter(|step| *step > after) {
+            match set_commit_aside(self, step, run) {
+                Ok(()) => renamed.push(step),
+                Err(error) if error.is_not_found() => {}
+                Err(error) => return Err(error),
+            }
+        }
+        renamed.reverse();
+        Ok(renamed)
+    }
+}

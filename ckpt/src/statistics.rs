@@ -1,0 +1,122 @@
+//! What the values of a floating-point tensor look like: computed while it is written, kept for people to read.
+
+use half::{bf16, f16};
+use mesh::DType;
+use serde::{Deserialize, Serialize};
+
+/// Of one tensor. Depends on the order of summation, so it is for people, never for comparison.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Statistics {
+    /// Over the finite elements; none if there is no such element.
+    pub finite: Option<Spread>,
+    /// Number of elements that are NaN or infinite.
+    pub nonfinite: u64,
+}
+
+/// Smallest, largest and mean value.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[allow(missing_docs)]
+pub struct Spread {
+    pub min: f64,
+    pub max: f64,
+    pub mean: f64,
+}
+
+/// Partial sums of some elements; parts are joined in a fixed order, so equal plans give equal bits.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct Moments {
+    #[serde(with = "bits")]
+    min: f64,
+    #[serde(with = "bits")]
+    max: f64,
+    #[serde(with = "bits")]
+    sum: f64,
+    finite: u64,
+    nonfinite: u64,
+}
+
+impl Moments {
+    /// Of no element.
+    pub(crate) const NONE: Moments =
+        Moments { min: f64::INFINITY, max: f64::NEG_INFINITY, sum: 0.0, finite: 0, nonfinite: 0 };
+
+    /// Of these elements; none if the type has no statistics.
+    pub(crate) fn of(dtype: DType, bytes: &[u8]) -> Option<Moments> {
+        Some(match dtype {
+            DType::F32 => {
+                of_values(bytes.as_chunks().0.iter().map(|bits| f64::from(f32::from_le_bytes(*bits))))
+            }
+            DType::F64 => of_values(bytes.as_chunks().0.iter().map(|bits| f64::from_le_bytes(*bits))),
+            DType::Bf16 => {
+                of_values(bytes.as_chunks().0.iter().map(|bits| bf16::from_le_bytes(*bits).to_f64()))
+            }
+            DType::F16 => {
+                of_values(bytes.as_chunks().0.iter().map(|bits| f16::from_le_bytes(*bits).to_f64()))
+            }
+            _ => return None,
+        })
+    }
+
+    /// Of both.
+    pub(crate) fn join(self, other: Moments) -> Moments {
+        Moments {
+            min: self.min.min(other.min),
+            max: self.max.max(other.max),
+            sum: self.sum + other.sum,
+            finite: self.finite + other.finite,
+            nonfinite: self.nonfinite + other.nonfinite,
+        }
+    }
+
+    /// The finished statistics.
+    pub(crate) fn statistics(self) -> Statistics {
+        let spread = Spread { min: self.min, max: self.max, mean: self.sum / self.finite as f64 };
+        Statistics { finite: (self.finite > 0).then_some(spread), nonfinite: self.nonfinite }
+    }
+}
+
+fn of_values(values: impl Iterator<Item = f64>) -> Moments {
+    values.fold(Moments::NONE, |mut moments, value| {
+        if value.is_finite() {
+            moments.min = moments.min.min(value);
+            moments.max = moments.max.max(value);
+            moments.sum += value;
+            moments.finite += 1;
+        } else {
+            moments.nonfinite += 1;
+        }
+        moments
+    })
+}
+
+/// JSON has no infinities, and a part of no finite element has some.
+mod bits {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u64(value.to_bits())
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+        u64::deserialize(deserializer).map(f64::from_bits)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn not_a_number_is_counted_and_left_out() {
+        let bytes: Vec<u8> =
+            [1.0f32, f32::NAN, -3.0, f32::INFINITY].iter().flat_map(|v| v.to_le_bytes()).collect();
+        let spread = Spread { min: -3.0, max: 1.0, mean: -1.0 };
+        let parts = bytes.chunks(8).map(|part| Moments::of(DType::F32, part).unwrap());
+        let joined = parts.reduce(Moments::join).unwrap().statistics();
+        assert_eq!(joined, Statistics { finite: Some(spread), nonfinite: 2 });
+        let none = Moments::of(DType::Bf16, &0x7FC0u16.to_le_bytes()).unwrap();
+        let sent: Moments = serde_json::from_str(&serde_json::to_string(&none).unwrap()).unwrap();
+        assert_eq!(sent.statistics(), Statistics { finite: None, nonfinite: 1 });
+        assert!(Moments::of(DType::U8, &bytes).is_none());
+    }
+}
