@@ -4,7 +4,7 @@
 //! a leaf is computed in the same way wherever its rows lie and however many heads are local.
 
 use super::fixed::FixedPoint;
-use super::gemm::{Factor, gemm};
+use super::gemm::{Factor, gemm, widest};
 use super::{Matrix, MatrixMut, scratch};
 use crate::backend::{Dropout, Heads};
 use crate::numerics::{dot, exp, ln, max, sum};
@@ -18,22 +18,27 @@ pub(super) fn rope(
     heads: Heads,
     inverse: bool,
 ) {
-    for row in 0..qkv.rows {
-        let position = usize::try_from(*positions.at(row)).expect("positions count from 0");
-        let (cosines, sines) = table.row(position).split_at(heads.head_dim / 2);
-        let qkv = qkv.row(row);
-        for group in 0..heads.groups {
-            // The query heads of a group and its key head lie side by side.
-            let rotated = &mut qkv[heads.query(group, 0)..heads.value(group)];
-            for head in rotated.chunks_exact_mut(heads.head_dim) {
-                let (first, second) = head.split_at_mut(heads.head_dim / 2);
-                for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cosines).zip(sines) {
-                    let sin = if inverse { -sin } else { *sin };
-                    (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+    widest(
+        #[inline(always)]
+        || {
+            for row in 0..qkv.rows {
+                let position = usize::try_from(*positions.at(row)).expect("positions count from 0");
+                let (cosines, sines) = table.row(position).split_at(heads.head_dim / 2);
+                let qkv = qkv.row(row);
+                for group in 0..heads.groups {
+                    // The query heads of a group and its key head lie side by side.
+                    let rotated = &mut qkv[heads.query(group, 0)..heads.value(group)];
+                    for head in rotated.chunks_exact_mut(heads.head_dim) {
+                        let (first, second) = head.split_at_mut(heads.head_dim / 2);
+                        for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cosines).zip(sines) {
+                            let sin = if inverse { -sin } else { *sin };
+                            (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+                        }
+                    }
                 }
             }
-        }
-    }
+        },
+    )
 }
 
 pub(super) fn pack_kv(qkv: Matrix<'_, f32>, mut kv: MatrixMut<'_, f32>, heads: Heads) {
@@ -125,15 +130,7 @@ impl<'a> Call<'a> {
             self.scores(&block, scores);
             for (row, seen, scores) in block.rows(scores) {
                 let (scores, hidden) = scores.split_at_mut(seen);
-                let max = max(scores) * scale;
-                for score in scores.iter_mut() {
-                    *score = exp(*score * scale - max);
-                }
-                let total = sum(scores);
-                lse.row(row)[block.head] = max + ln(total);
-                for score in scores.iter_mut() {
-                    *score /= total;
-                }
+                lse.row(row)[block.head] = softmax(scores, scale);
                 hidden.fill(0.0);
                 self.drop(&block, row, scores);
             }
@@ -177,10 +174,7 @@ impl<'a> Call<'a> {
                 let cols = block.out_cols.clone();
                 let delta = dot(&d_out.row(row)[cols.clone()], &out.row(row)[cols]);
                 self.drop(&block, row, d_scores);
-                for (weight, d_score) in weights.iter_mut().zip(d_scores) {
-                    *weight = exp(*weight * scale - lse);
-                    *d_score = *weight * (*d_score - delta) * scale;
-                }
+                softmax_backward(weights, d_scores, scale, lse, delta);
                 self.drop(&block, row, weights);
                 hidden.fill(0.0);
                 d_hidden.fill(0.0);
@@ -192,9 +186,7 @@ impl<'a> Call<'a> {
             let mut add = |weights, factor, cols: Range<usize>| {
                 let contiguous = MatrixMut::contiguous(product, head_dim);
                 gemm(Factor::transposed(weights), Factor::new(factor), contiguous, false);
-                for (key, product) in block.keys.clone().zip(product.chunks_exact(head_dim)) {
-                    fixed.add(&mut d_kv.row(key)[cols.clone()], product);
-                }
+                fixed.add_rows(d_kv.block(block.keys.clone(), cols), product);
             };
             add(d_scores, queries, block.key_cols.clone());
             add(weights, d_out_head, block.value_cols.clone());
@@ -252,4 +244,35 @@ impl<'a> Call<'a> {
             }
         }
     }
+}
+
+/// Turns scores into weights that add up to 1, and gives the log-sum-exp of the scaled scores.
+fn softmax(scores: &mut [f32], scale: f32) -> f32 {
+    widest(
+        #[inline(always)]
+        || {
+            let max = max(scores) * scale;
+            for score in scores.iter_mut() {
+                *score = exp(*score * scale - max);
+            }
+            let total = sum(scores);
+            for score in scores.iter_mut() {
+                *score /= total;
+            }
+            max + ln(total)
+        },
+    )
+}
+
+/// Turns scores into weights, and gradients of the weights into gradients of the scores.
+fn softmax_backward(scores: &mut [f32], d_weights: &mut [f32], scale: f32, lse: f32, delta: f32) {
+    widest(
+        #[inline(always)]
+        || {
+            for (score, d_weight) in scores.iter_mut().zip(d_weights) {
+                *score = exp(*score * scale - lse);
+                *d_weight = *score * (*d_weight - delta) * scale;
+            }
+        },
+    )
 }

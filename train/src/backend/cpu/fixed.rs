@@ -1,5 +1,6 @@
 //! Sums that no order can change: values × 2^bits, cut to 64-bit integers and added with wrap-around.
 
+use super::gemm::{truncate, widest};
 use super::{Matrix, MatrixMut};
 use crate::numerics;
 
@@ -18,7 +19,7 @@ impl FixedPoint {
         FixedPoint { bits, scale: numerics::power_of_two(bits as i32), peak: 0 }
     }
 
-    /// `acc += values`. A value out of range is clamped, NaN adds nothing; the peak tells.
+    /// `acc += values`. A value out of range, or NaN, is clamped; the peak tells.
     #[inline(always)]
     pub(super) fn add(&mut self, acc: &mut [i64], values: &[f32]) {
         for (acc, value) in acc.iter_mut().zip(values) {
@@ -26,12 +27,24 @@ impl FixedPoint {
         }
     }
 
+    /// `acc += values`, as many contiguous values in a row.
+    pub(super) fn add_rows(&mut self, mut acc: MatrixMut<'_, i64>, values: &[f32]) {
+        widest(
+            #[inline(always)]
+            || {
+                for (row, values) in values.chunks_exact(acc.cols).enumerate() {
+                    self.add(acc.row(row), values);
+                }
+            },
+        );
+    }
+
     /// `acc += value`.
     #[inline(always)]
     pub(super) fn add_one(&mut self, acc: &mut i64, value: f32) {
         self.peak = self.peak.max(value.abs().to_bits());
         // The product is exact: the scale is a power of two.
-        *acc = acc.wrapping_add((value * self.scale) as i64);
+        *acc = acc.wrapping_add(truncate(value * self.scale));
     }
 
     /// The largest |value| ÷ 2^(62 − bits).
@@ -48,9 +61,14 @@ pub(super) fn larger_peak(a: f32, b: f32) -> f32 {
 /// `out = acc · 2^-bits`, rounded once.
 pub(super) fn take(acc: Matrix<'_, i64>, bits: u32, mut out: MatrixMut<'_, f32>) {
     let unit = numerics::power_of_two(-(bits as i32));
-    for (row, acc) in acc.iter().enumerate() {
-        for (out, acc) in out.row(row).iter_mut().zip(acc) {
-            *out = *acc as f32 * unit;
-        }
-    }
+    widest(
+        #[inline(always)]
+        || {
+            for (row, acc) in acc.iter().enumerate() {
+                for (out, acc) in out.row(row).iter_mut().zip(acc) {
+                    *out = *acc as f32 * unit;
+                }
+            }
+        },
+    );
 }

@@ -1,9 +1,13 @@
-//! Matrix products. The one place of the CPU backend with unsafe code: the call into `matrixmultiply`.
+//! Matrix products and wide loops: what the CPU backend needs unsafe code for.
 //!
 //! An element of a product depends on its row of `a`, its column of `b` and on K alone, whatever block of the product is
 //! asked for: `matrixmultiply` always packs and cuts K into constant blocks. A property test below holds it to that.
 
 #![allow(unsafe_code)]
+
+mod widest;
+
+pub(super) use widest::{truncate, widest};
 
 use super::matrix::{Matrix, MatrixMut};
 

@@ -1,6 +1,7 @@
 //! Operations that move or add whole rows.
 
 use super::fixed::FixedPoint;
+use super::gemm::widest;
 use super::{Matrix, MatrixMut};
 use crate::backend::{Dropout, HiddenSite};
 use crate::rng::DropoutRow;
@@ -13,11 +14,16 @@ pub(super) fn copy<T: Copy>(src: Matrix<'_, T>, mut dst: MatrixMut<'_, T>) {
 }
 
 pub(super) fn add(src: Matrix<'_, f32>, mut dst: MatrixMut<'_, f32>) {
-    for (row, src) in src.iter().enumerate() {
-        for (dst, src) in dst.row(row).iter_mut().zip(src) {
-            *dst += src;
-        }
-    }
+    widest(
+        #[inline(always)]
+        || {
+            for (row, src) in src.iter().enumerate() {
+                for (dst, src) in dst.row(row).iter_mut().zip(src) {
+                    *dst += src;
+                }
+            }
+        },
+    )
 }
 
 pub(super) fn add_fixed(src: Matrix<'_, i64>, mut dst: MatrixMut<'_, i64>) {
@@ -72,11 +78,16 @@ pub(super) fn embed_backward(
     mut acc: MatrixMut<'_, i64>,
     fixed: &mut FixedPoint,
 ) {
-    for (row, d_out) in d_out.iter().enumerate() {
-        if let Some(to) = row_of(*tokens.at(row), first_row, acc.rows) {
-            fixed.add(acc.row(to), d_out);
-        }
-    }
+    widest(
+        #[inline(always)]
+        || {
+            for (row, d_out) in d_out.iter().enumerate() {
+                if let Some(to) = row_of(*tokens.at(row), first_row, acc.rows) {
+                    fixed.add(acc.row(to), d_out);
+                }
+            }
+        },
+    )
 }
 
 pub(super) fn sum_rows(x: Matrix<'_, f32>, mut acc: MatrixMut<'_, i64>, leaf: usize, fixed: &mut FixedPoint) {
