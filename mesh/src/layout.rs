@@ -327,7 +327,7 @@ impl From<ParallelLayout> for LayoutSizes {
     }
 }
 
-/// `TP 2 · weight shards 4 · CP 2 · sequence shards 2 · DP 1 · world 8`, the way a person compares layouts.
+/// `TP 2 · GTP 2 (2 sequence × 1 batch) · CP 2 · DP 1 · world 8`, the way a person compares layouts.
 impl fmt::Display for ParallelLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "TP {} · GTP {}", self.tp(), self.gtp())?;

@@ -106,7 +106,7 @@ impl Region {
                 return None;
             }
         }
-        (!both.is_empty()).then_some(both)
+        Some(both)
     }
 
     /// This box, which lies in `outer`, in coordinates that start at `outer`'s first corner.
@@ -260,11 +260,11 @@ pub enum TilingFault {
 
 /// Proves that `boxes` cover a tensor of shape `whole` exactly once, irregular cuts included.
 ///
-/// Boxes are sorted along the dim with the most distinct starts, and only neighbours that meet there are compared,
-/// so regular cuts cost little more than a sort.
+/// Boxes are told apart along one dim after the other, so that what was cut straight through, again and again, costs
+/// little more than a sort a dim; only what remains entangled is compared box by box.
 ///
 /// # Errors
-/// The first overlap, box outside, or the number of elements in no box.
+/// A box outside, an overlap, or the number of elements in no box.
 pub fn prove_tiling(whole: &Shape, boxes: &[&Region]) -> Result<(), TilingFault> {
     let tensor = Region::whole(whole);
     let mut covered = 0u64;
@@ -274,7 +274,7 @@ pub fn prove_tiling(whole: &Shape, boxes: &[&Region]) -> Result<(), TilingFault>
         }
         covered = covered.saturating_add(region.numel());
     }
-    if let Some(fault) = first_overlap(boxes) {
+    if let Some(fault) = overlap(boxes, tensor.num_dims()) {
         return Err(fault);
     }
     match whole.numel() - covered {
@@ -283,41 +283,45 @@ pub fn prove_tiling(whole: &Shape, boxes: &[&Region]) -> Result<(), TilingFault>
     }
 }
 
-fn first_overlap(boxes: &[&Region]) -> Option<TilingFault> {
-    let num_dims = boxes.first()?.num_dims();
+fn overlap(boxes: &[&Region], num_dims: usize) -> Option<TilingFault> {
     let mut order: Vec<usize> = (0..boxes.len()).filter(|index| !boxes[*index].is_empty()).collect();
-    if num_dims == 0 {
-        return (order.len() > 1).then(|| TilingFault::Overlap {
-            first: order[0],
-            second: order[1],
-            overlap: boxes[order[0]].clone(),
-        });
+    // Parts of `order` whose boxes touch no other part's, the dim to look along, and the dims along which no gap was found.
+    let mut parts = vec![(0..order.len(), 0, 0)];
+    while let Some((range, dim, num_closed)) = parts.pop() {
+        let part = &mut order[range.clone()];
+        if part.len() < 2 {
+            continue;
+        }
+        if num_closed == num_dims {
+            if let Some(fault) = overlap_by_pairs(boxes, part) {
+                return Some(fault);
+            }
+            continue;
+        }
+        part.sort_unstable_by_key(|index| boxes[*index].lo[dim]);
+        let next_dim = (dim + 1) % num_dims;
+        let mut start = 0;
+        let mut reach = 0;
+        for (at, index) in part.iter().enumerate() {
+            if at > start && boxes[*index].lo[dim] >= reach {
+                parts.push((range.start + start..range.start + at, next_dim, 1));
+                start = at;
+            }
+            reach = reach.max(boxes[*index].hi[dim]);
+        }
+        let num_closed = if start == 0 { num_closed + 1 } else { 1 };
+        parts.push((range.start + start..range.end, next_dim, num_closed));
     }
-    let distinct_starts = |dim: usize| {
-        let mut starts: Vec<u64> = order.iter().map(|index| boxes[*index].lo[dim]).collect();
-        starts.sort_unstable();
-        starts.dedup();
-        starts.len()
-    };
-    let sweep = (0..num_dims).max_by_key(|dim| (distinct_starts(*dim), num_dims - dim)).unwrap_or(0);
-    order.sort_unstable_by(|a, b| {
-        (boxes[*a].lo[sweep], &boxes[*a].lo).cmp(&(boxes[*b].lo[sweep], &boxes[*b].lo))
-    });
-    // Boxes that the sweep position still crosses.
-    let mut open: Vec<usize> = Vec::new();
-    for index in order {
-        let region = boxes[index];
-        open.retain(|earlier| boxes[*earlier].hi[sweep] > region.lo[sweep]);
-        for earlier in &open {
-            if let Some(overlap) = boxes[*earlier].intersect(region) {
-                return Some(TilingFault::Overlap {
-                    first: index.min(*earlier),
-                    second: index.max(*earlier),
-                    overlap,
-                });
+    None
+}
+
+fn overlap_by_pairs(boxes: &[&Region], part: &[usize]) -> Option<TilingFault> {
+    for (at, a) in part.iter().enumerate() {
+        for b in &part[at + 1..] {
+            if let Some(overlap) = boxes[*a].intersect(boxes[*b]) {
+                return Some(TilingFault::Overlap { first: *a.min(b), second: *a.max(b), overlap });
             }
         }
-        open.push(index);
     }
     None
 }

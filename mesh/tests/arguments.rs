@@ -365,8 +365,7 @@ fn a_sequence_is_cut_evenly_or_refused() {
         ..args(tp, sp, cp, None, None)
     };
     // Without CP and SP any length will do.
-    for (seq_length, tp, sp, cp) in [(31, 2, false, 1), (16, 1, false, 8), (6, 3, true, 1), (12, 2, true, 3)]
-    {
+    for (seq_length, tp, sp, cp) in [(31, 2, false, 1), (16, 1, false, 8), (6, 3, true, 1), (6, 2, true, 3)] {
         assert!(said(of(seq_length, tp, sp, cp)).resolve(tp * cp, 0).is_ok());
     }
     refused(

@@ -149,6 +149,25 @@ fn a_box_of_another_number_of_dims_lies_outside() {
 }
 
 #[test]
+fn a_tiling_that_no_straight_cut_divides_is_proved_too() {
+    let square = |rows: [u64; 2], cols: [u64; 2]| Region::new(&[rows[0], cols[0]], &[rows[1], cols[1]]);
+    let pinwheel = [
+        square([0, 1], [0, 2]),
+        square([0, 2], [2, 3]),
+        square([2, 3], [1, 3]),
+        square([1, 3], [0, 1]),
+        square([1, 2], [1, 2]),
+    ];
+    let mut boxes: Vec<&Region> = pinwheel.iter().collect();
+    assert_eq!(prove_tiling(&Shape::new(&[3, 3]), &boxes), Ok(()));
+    let longer = square([1, 2], [1, 3]);
+    boxes[4] = &longer;
+    let overlap = square([1, 2], [2, 3]);
+    let fault = TilingFault::Overlap { first: 1, second: 4, overlap };
+    assert_eq!(prove_tiling(&Shape::new(&[3, 3]), &boxes), Err(fault));
+}
+
+#[test]
 fn a_scalar_is_one_element_in_one_box() {
     let scalar = Shape::new(&[]);
     let whole = Region::whole(&scalar);
