@@ -1,0 +1,7 @@
+//! The commands, one a module: each takes its parsed arguments and returns the exit code or an error.
+
+pub(crate) mod digest;
+pub(crate) mod inspect;
+pub(crate) mod ls;
+pub(crate) mod tokenize;
+pub(crate) mod verify;

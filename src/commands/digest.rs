@@ -1,0 +1,93 @@
+//! `remesh digest`: SHA-256 of every whole logical tensor, whatever the layout it was saved in.
+
+use crate::location::Location;
+use crate::output::Output;
+use ckpt::{BoxIn, Checkpoint, StateSource, StoredTensor, Strictness, copy_box, plan_load};
+use mesh::{Region, ReplicaId, ShardedTensor};
+use serde::Serialize;
+use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::process::ExitCode;
+
+/// Bytes that are read and hashed at a time, if a row is no longer.
+const SLAB_BYTES: u64 = 16 << 20;
+
+/// Flags of `remesh digest`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct DigestArgs {
+    /// RUN, RUN@STEP or the folder of a step
+    #[arg(value_name = "CKPT")]
+    checkpoint: Location,
+}
+
+/// By name.
+#[derive(Serialize)]
+#[serde(transparent)]
+struct Digests(BTreeMap<String, TensorDigest>);
+
+#[derive(Serialize)]
+struct TensorDigest {
+    dtype: &'static str,
+    shape: Vec<u64>,
+    /// Of the elements in row-major order, little-endian.
+    sha256: String,
+}
+
+/// Digests a checkpoint.
+pub(crate) fn run(args: &DigestArgs, output: &Output) -> anyhow::Result<ExitCode> {
+    let checkpoint = args.checkpoint.open(output)?;
+    let tensors = checkpoint.catalog().tensors().iter();
+    let digests = tensors.map(|tensor| Ok((tensor.key.to_string(), digest(&checkpoint, tensor)?)));
+    output.result(&Digests(digests.collect::<anyhow::Result<_>>()?))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Reads the tensor a few rows at a time, so that memory does not grow with it.
+fn digest(checkpoint: &Checkpoint, tensor: &StoredTensor) -> anyhow::Result<TensorDigest> {
+    let element_bytes = tensor.dtype.size_bytes();
+    let others = Strictness::new(&[], &["**".to_owned()])?;
+    let mut sha = Sha256::new();
+    for region in slabs(tensor) {
+        let shape = region.shape();
+        let slab = ShardedTensor {
+            key: tensor.key.clone(),
+            dtype: tensor.dtype,
+            global_shape: tensor.shape.clone(),
+            region,
+            replica: ReplicaId::default(),
+        };
+        let plan = plan_load(checkpoint.catalog(), &[slab], &others)?;
+        let mut bytes = vec![0; shape.numel() as usize * element_bytes];
+        checkpoint.read(&plan, &mut |_, within, part| {
+            let own = within.shape();
+            let from = BoxIn { shape: &own, region: &Region::whole(&own) };
+            copy_box(part, from, &mut bytes, BoxIn { shape: &shape, region: within }, element_bytes);
+            Ok(())
+        })?;
+        sha.update(&bytes);
+    }
+    let sha256 = sha.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+    Ok(TensorDigest { dtype: tensor.dtype.name(), shape: tensor.shape.dims().to_vec(), sha256 })
+}
+
+/// The tensor cut into boxes of whole rows, in order.
+fn slabs(tensor: &StoredTensor) -> Vec<Region> {
+    let dims = tensor.shape.dims();
+    let Some((&rows, row)) = dims.split_first() else { return vec![Region::whole(&tensor.shape)] };
+    let row_bytes = row.iter().product::<u64>() * tensor.dtype.size_bytes() as u64;
+    let step = (SLAB_BYTES / row_bytes.max(1)).max(1);
+    let slab = |lo: u64| {
+        let (mut from, mut to) = (vec![0; dims.len()], dims.to_vec());
+        (from[0], to[0]) = (lo, (lo + step).min(rows));
+        Region::new(&from, &to)
+    };
+    (0..rows).step_by(step as usize).map(slab).collect()
+}
+
+/// One line a tensor, as `sha256sum` prints them.
+impl fmt::Display for Digests {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|(name, digest)| writeln!(f, "{}  {name}", digest.sha256))
+    }
+}

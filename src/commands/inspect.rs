@@ -1,0 +1,164 @@
+//! `remesh inspect`: what a checkpoint holds, from its commit and tables alone.
+
+use crate::location::Location;
+use crate::output::{Output, human_bytes, table};
+use ckpt::{Checkpoint, Commit, Fingerprint, StoredTensor};
+use mesh::{Cut, DType, Placement, Shape, StateKind};
+use serde::Serialize;
+use std::fmt;
+use std::process::ExitCode;
+
+/// Flags of `remesh inspect`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct InspectArgs {
+    /// RUN, RUN@STEP or the folder of a step
+    #[arg(value_name = "CKPT")]
+    checkpoint: Location,
+    /// List the tensors of the optimizer and of the random streams, too
+    #[arg(long)]
+    all: bool,
+}
+
+#[derive(Serialize)]
+struct Inspected<'a> {
+    schema: &'static str,
+    run: String,
+    step: u64,
+    /// As it is stored.
+    commit: &'a Commit,
+    tensors: Vec<Tensor<'a>>,
+    #[serde(skip)]
+    all: bool,
+}
+
+#[derive(Serialize)]
+struct Tensor<'a> {
+    key: &'a str,
+    kind: StateKind,
+    dtype: DType,
+    shape: &'a Shape,
+    bytes: u64,
+    chunks: usize,
+    placement: Option<&'a Placement>,
+    fingerprint: Fingerprint,
+    min: Option<f64>,
+    max: Option<f64>,
+    mean: Option<f64>,
+    nonfinite: Option<u64>,
+}
+
+/// Shows a checkpoint.
+pub(crate) fn run(args: &InspectArgs, output: &Output) -> anyhow::Result<ExitCode> {
+    let checkpoint = args.checkpoint.open(output)?;
+    output.result(&inspect(&checkpoint, args.all))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn inspect(checkpoint: &Checkpoint, all: bool) -> Inspected<'_> {
+    Inspected {
+        schema: "remesh.inspect/1",
+        run: checkpoint.store().to_string(),
+        step: checkpoint.step(),
+        commit: checkpoint.commit(),
+        tensors: checkpoint.catalog().tensors().iter().map(Tensor::of).collect(),
+        all,
+    }
+}
+
+impl<'a> Tensor<'a> {
+    fn of(tensor: &'a StoredTensor) -> Self {
+        let spread = tensor.statistics.and_then(|statistics| statistics.finite);
+        Tensor {
+            key: tensor.key.as_str(),
+            kind: tensor.kind,
+            dtype: tensor.dtype,
+            shape: &tensor.shape,
+            bytes: tensor.raw_bytes(),
+            chunks: tensor.chunks.len(),
+            placement: tensor.placement.as_ref(),
+            fingerprint: tensor.fingerprint,
+            min: spread.map(|spread| spread.min),
+            max: spread.map(|spread| spread.max),
+            mean: spread.map(|spread| spread.mean),
+            nonfinite: tensor.statistics.map(|statistics| statistics.nonfinite),
+        }
+    }
+}
+
+impl Inspected<'_> {
+    /// `7.1 M elements · 27.2 MiB` of one kind.
+    fn amount(&self, kind: StateKind) -> String {
+        let of_kind = || self.tensors.iter().filter(|tensor| tensor.kind == kind);
+        let elements: u64 = of_kind().map(|tensor| tensor.shape.numel()).sum();
+        let bytes: u64 = of_kind().map(|tensor| tensor.bytes).sum();
+        format!("{} tensors · {elements} elements · {}", of_kind().count(), human_bytes(bytes))
+    }
+}
+
+impl fmt::Display for Inspected<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let commit = self.commit;
+        let counters = &commit.counters;
+        let file_bytes: u64 = commit.files.iter().map(|file| file.bytes).sum();
+        writeln!(f, "native checkpoint, complete  {} step {}", self.run, self.step)?;
+        let samples = counters.consumed_train_samples;
+        let mut rows = vec![
+            (
+                "step",
+                format!(
+                    "{} · {samples} samples consumed, {} skipped",
+                    self.step, counters.skipped_train_samples
+                ),
+            ),
+            (
+                "saved",
+                format!(
+                    "{} by {} on {} (run {})",
+                    commit.created, commit.writer.program, commit.writer.host, commit.writer.run
+                ),
+            ),
+            ("layout", commit.layout.to_string()),
+            ("model", self.amount(StateKind::Model)),
+            ("optimizer", self.amount(StateKind::Optimizer)),
+            (
+                "random",
+                format!(
+                    "{}, seed {}, ordinal {}",
+                    commit.random.algorithm, commit.random.seed, commit.random.ordinal
+                ),
+            ),
+            ("files", format!("{} files and the commit · {}", commit.files.len(), human_bytes(file_bytes))),
+            ("fingerprint", commit.fingerprint.to_string()),
+        ];
+        if !commit.partial.is_empty() {
+            rows.push(("partial", commit.partial.join(", ")));
+        }
+        let rows: Vec<Vec<String>> =
+            rows.into_iter().map(|(name, text)| vec![format!("  {name}"), text]).collect();
+        f.write_str(&table(&rows))?;
+        let shown = self.tensors.iter().filter(|tensor| self.all || tensor.kind == StateKind::Model);
+        let row = |tensor: &Tensor| {
+            vec![
+                format!("  {}", tensor.key),
+                tensor.dtype.to_string(),
+                tensor.shape.to_string(),
+                tensor.placement.map_or_else(String::new, cuts),
+            ]
+        };
+        let heading = ["  tensor", "dtype", "global shape", "cut"].map(String::from).to_vec();
+        let rows: Vec<_> = std::iter::once(heading).chain(shown.map(row)).collect();
+        write!(f, "\n{}", table(&rows))
+    }
+}
+
+/// `dim 0 over tp, gtp_remat`.
+fn cuts(placement: &Placement) -> String {
+    let dims = placement.dims().iter().enumerate().filter(|(_, dim)| !dim.cuts().is_empty());
+    let text = |(at, dim): (usize, &mesh::DimPlacement)| {
+        let groups: Vec<String> = dim.cuts().iter().map(|cut: &Cut| cut.group().to_string()).collect();
+        let parts =
+            if dim.parts().len() > 1 { format!(" in {} parts", dim.parts().len()) } else { String::new() };
+        format!("dim {at}{parts} over {}", groups.join(", "))
+    };
+    dims.map(text).collect::<Vec<_>>().join(" · ")
+}

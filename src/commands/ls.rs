@@ -1,0 +1,92 @@
+//! `remesh ls`: the steps of a run, whole or not.
+
+use crate::output::{Output, human_bytes, table};
+use ckpt::{OpenError, Store};
+use mesh::ParallelLayout;
+use serde::Serialize;
+use std::fmt;
+use std::process::ExitCode;
+
+/// Flags of `remesh ls`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct LsArgs {
+    /// Folder of a run
+    #[arg(value_name = "RUN")]
+    run: String,
+}
+
+#[derive(Serialize)]
+struct Listing {
+    schema: &'static str,
+    run: String,
+    /// The newest whole step.
+    latest: Option<u64>,
+    checkpoints: Vec<Row>,
+}
+
+#[derive(Serialize)]
+struct Row {
+    step: u64,
+    #[serde(flatten)]
+    state: State,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum State {
+    Whole { complete: bool, created: String, bytes: u64, consumed_samples: u64, layout: ParallelLayout },
+    Broken { complete: bool, code: String, reason: String },
+}
+
+/// Lists a run.
+pub(crate) fn run(args: &LsArgs, output: &Output) -> anyhow::Result<ExitCode> {
+    let store = Store::open(&args.run)?;
+    let mut checkpoints = Vec::new();
+    for step in store.steps()? {
+        let state = match store.checkpoint(step) {
+            Ok(checkpoint) => {
+                let commit = checkpoint.commit();
+                State::Whole {
+                    complete: true,
+                    created: commit.created.clone(),
+                    bytes: commit.files.iter().map(|file| file.bytes).sum(),
+                    consumed_samples: commit.counters.consumed_train_samples,
+                    layout: commit.layout,
+                }
+            }
+            Err(error) if error.is_damage() => broken(&error),
+            Err(error) => return Err(error.into()),
+        };
+        checkpoints.push(Row { step, state });
+    }
+    let whole = checkpoints.iter().filter(|row| matches!(row.state, State::Whole { .. }));
+    let latest = whole.map(|row| row.step).next_back();
+    output.result(&Listing { schema: "remesh.ls/1", run: args.run.clone(), latest, checkpoints })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn broken(error: &OpenError) -> State {
+    State::Broken { complete: false, code: error.code().into(), reason: error.to_string() }
+}
+
+impl fmt::Display for Listing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.checkpoints.is_empty() {
+            return write!(f, "no checkpoints in `{}`", self.run);
+        }
+        let row = |row: &Row| match &row.state {
+            State::Whole { created, bytes, consumed_samples, layout, .. } => vec![
+                row.step.to_string(),
+                "complete".into(),
+                human_bytes(*bytes),
+                format!("{consumed_samples} samples"),
+                created.clone(),
+                layout.to_string(),
+            ],
+            State::Broken { code, reason, .. } => {
+                vec![row.step.to_string(), "not whole".into(), format!("{code}: {reason}")]
+            }
+        };
+        f.write_str(&table(&self.checkpoints.iter().map(row).collect::<Vec<_>>()))
+    }
+}

@@ -1,0 +1,83 @@
+//! `remesh verify`: whether a checkpoint is as it was written.
+
+use crate::location::{Location, is_damage};
+use crate::output::{Output, human_bytes};
+use serde::Serialize;
+use std::fmt;
+use std::process::ExitCode;
+
+/// Flags of `remesh verify`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct VerifyArgs {
+    /// RUN, RUN@STEP or the folder of a step
+    #[arg(value_name = "CKPT")]
+    checkpoint: Location,
+    /// Read and check every byte [default: true; =false checks the commit, the tables and the files' sizes]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_value = "true", default_missing_value = "true")]
+    #[arg(action = clap::ArgAction::Set, hide_default_value = true, value_name = "BOOL")]
+    deep: bool,
+}
+
+#[derive(Serialize)]
+struct Verified {
+    schema: &'static str,
+    checkpoint: String,
+    step: Option<u64>,
+    ok: bool,
+    tensors: usize,
+    chunks: usize,
+    bytes_read: u64,
+    faults: Vec<String>,
+}
+
+/// Verifies a checkpoint; exit code 1 if anything is wrong with it.
+pub(crate) fn run(args: &VerifyArgs, output: &Output) -> anyhow::Result<ExitCode> {
+    let mut verified = Verified {
+        schema: "remesh.verify/1",
+        checkpoint: args.checkpoint.run.clone(),
+        step: args.checkpoint.step,
+        ok: true,
+        tensors: 0,
+        chunks: 0,
+        bytes_read: 0,
+        faults: Vec::new(),
+    };
+    match args.checkpoint.open(output) {
+        Ok(checkpoint) => {
+            let tensors = checkpoint.catalog().tensors();
+            verified.step = Some(checkpoint.step());
+            verified.tensors = tensors.len();
+            verified.chunks = tensors.iter().map(|tensor| tensor.chunks.len()).sum();
+            if args.deep {
+                let report = checkpoint.verify()?;
+                verified.bytes_read = report.bytes_read;
+                verified.faults = report.faults.iter().map(ToString::to_string).collect();
+            }
+        }
+        Err(error) if is_damage(&error) => verified.faults.push(format!("{error:#}")),
+        Err(error) => return Err(error),
+    }
+    verified.ok = verified.faults.is_empty();
+    output.result(&verified)?;
+    Ok(if verified.ok { ExitCode::SUCCESS } else { ExitCode::from(1) })
+}
+
+impl fmt::Display for Verified {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for fault in &self.faults {
+            writeln!(f, "BAD  {fault}")?;
+        }
+        let Verified { tensors, chunks, bytes_read, faults, .. } = self;
+        match (self.ok, *bytes_read) {
+            (true, 0) => {
+                write!(f, "ok   {tensors} tensors, every element in one of {chunks} chunks; data not read")
+            }
+            (true, bytes) => write!(
+                f,
+                "ok   {tensors} tensors, every element in one of {chunks} chunks; {} read, all as written",
+                human_bytes(bytes)
+            ),
+            (false, _) => write!(f, "{} faults", faults.len()),
+        }
+    }
+}

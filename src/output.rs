@@ -1,0 +1,137 @@
+//! What a command prints: its result on stdout, everything else on stderr, and nothing more once a reader has gone.
+
+use serde::Serialize;
+use std::fmt::Display;
+use std::io::{ErrorKind, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Flags of every command.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub(crate) struct OutputArgs {
+    /// How the result is printed on stdout [default: auto, which is human]
+    #[arg(long, global = true, value_enum, value_name = "FORMAT")]
+    format: Option<Format>,
+    /// Short for --format json; errors become JSON on stderr
+    #[arg(long, global = true, conflicts_with_all = ["format", "quiet"])]
+    json: bool,
+    /// Short for --format quiet: the exit code alone tells, and errors
+    #[arg(long, short, global = true, conflicts_with = "format")]
+    quiet: bool,
+}
+
+/// For whom the result is printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Format {
+    /// Human.
+    Auto,
+    /// Text for people, without colour.
+    Human,
+    /// JSON documents with a schema name, bytes and seconds as numbers.
+    Json,
+    /// Nothing.
+    Quiet,
+}
+
+/// Stdout and stderr of a command.
+#[derive(Debug)]
+pub(crate) struct Output {
+    format: Format,
+    /// A reader that has gone wants no more lines; the command itself goes on, above all a training run.
+    stdout_gone: AtomicBool,
+}
+
+impl OutputArgs {
+    pub(crate) fn output(self) -> Output {
+        let format = match (self.json, self.quiet) {
+            (true, _) => Format::Json,
+            (_, true) => Format::Quiet,
+            _ => self.format.unwrap_or(Format::Auto),
+        };
+        Output { format, stdout_gone: AtomicBool::new(false) }
+    }
+}
+
+impl Output {
+    pub(crate) fn is_json(&self) -> bool {
+        self.format == Format::Json
+    }
+
+    /// The result, as text for people or as one line of JSON.
+    pub(crate) fn result(&self, result: &(impl Display + Serialize)) -> anyhow::Result<()> {
+        match self.format {
+            Format::Auto | Format::Human => self.print(&result.to_string()),
+            Format::Json => self.print(&serde_json::to_string(result)?),
+            Format::Quiet => Ok(()),
+        }
+    }
+
+    /// A line that is not the result: what was passed over, what was derived.
+    pub(crate) fn note(&self, text: impl Display) {
+        if self.format != Format::Quiet {
+            complain(text);
+        }
+    }
+
+    fn print(&self, text: &str) -> anyhow::Result<()> {
+        if self.stdout_gone.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let mut stdout = std::io::stdout().lock();
+        let text = text.trim_end_matches('\n');
+        match writeln!(stdout, "{text}").and_then(|()| stdout.flush()) {
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => {
+                self.stdout_gone.store(true, Ordering::Relaxed);
+                Ok(())
+            }
+            written => Ok(written?),
+        }
+    }
+}
+
+/// A line on stderr. Where nobody reads it, there is nobody to tell.
+pub(crate) fn complain(text: impl Display) {
+    let _ = writeln!(std::io::stderr().lock(), "{text}");
+}
+
+/// `1.5 GiB`, `0 B`.
+pub(crate) fn human_bytes(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let mut value = bytes as f64 / 1024.0;
+    let mut units = UNITS.iter();
+    let mut unit = units.next().expect("there are units");
+    while value >= 1023.95
+        && let Some(larger) = units.next()
+    {
+        (value, unit) = (value / 1024.0, larger);
+    }
+    format!("{value:.1} {unit}")
+}
+
+/// Rows of columns, each as wide as its widest cell, two spaces apart.
+pub(crate) fn table(rows: &[Vec<String>]) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |column: usize| {
+        rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    let line = |row: &Vec<String>| {
+        let cells: Vec<String> =
+            row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
+        format!("{}\n", cells.join("  ").trim_end())
+    };
+    rows.iter().map(line).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_change_their_unit_before_they_have_four_digits() {
+        let texts = [0, 1023, 1024, 1536, (1 << 20) - 1, 1 << 20, 5 << 40].map(human_bytes);
+        assert_eq!(texts, ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 MiB", "5.0 TiB"]);
+    }
+}
