@@ -17,7 +17,7 @@ use std::error::Error;
 use std::fmt;
 
 /// Gathers every rank's bytes on every rank, in the order of the model's ranks. A single rank gives its own back.
-pub type Exchange = Box<dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>, Box<dyn Error + Send + Sync>> + Send>;
+pub type Exchange = Box<dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>, Box<dyn Error + Send + Sync>>>;
 
 /// Saves a model's checkpoints to one store. Each rank has one, and all call it alike.
 pub struct Saver {

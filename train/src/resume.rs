@@ -8,9 +8,10 @@ use crate::rng::{InvalidStream, fnv1a};
 use crate::state::{RunState, Streams};
 use crate::step::Trainer;
 use ckpt::{
-    Commit, Counters, Fingerprint, LoadPlanError, OwnShard, ReadError, StateSource, Strictness, own_shards, plan_load,
+    BadGlob, BoxIn, Commit, Counters, Fingerprint, LoadPlanError, OwnShard, StateSource, StoredTensor, Strictness,
+    copy_box, own_shards, plan_load,
 };
-use mesh::{DType, GroupKind, ParallelLayout, Region, Shape, ShardedTensor, StateKind, TensorKey};
+use mesh::{DType, GroupKind, ParallelLayout, Region, ReplicaId, ShardedTensor, StateKind, TensorKey};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -23,8 +24,10 @@ pub struct Resume<'a> {
     pub name: &'a str,
     /// What is loaded.
     pub selection: Selection,
-    /// Which keys may be missing or extra.
-    pub strictness: &'a Strictness,
+    /// Globs of keys that the model wants and the checkpoint may lack.
+    pub allow_missing: &'a [String],
+    /// Globs of keys that the checkpoint has and the model may not want.
+    pub allow_extra: &'a [String],
     /// What becomes of streams under another layout.
     pub rng_policy: RngPolicy,
     /// Fields of [`compare`] that may differ.
@@ -162,7 +165,10 @@ pub enum LoadError {
     Plan(#[from] LoadPlanError),
     /// Bytes could not be read, or were not what was written.
     #[error(transparent)]
-    Read(#[from] ReadError),
+    Read(#[from] ckpt::LoadError),
+    /// A pattern of an allow list is none.
+    #[error(transparent)]
+    Glob(#[from] BadGlob),
     /// The streams of this coordinate are not in the checkpoint.
     #[error(
         "random streams: the checkpoint was saved under {saved}, this run is {wanted}; coordinate (pp {pp}, tp {tp}, position {position} of `dp_cp_gtp_remat`) has no cell of its own"
@@ -223,6 +229,7 @@ impl LoadError {
             LoadError::Field { .. } => "RM4040",
             LoadError::Plan(error) => error.code(),
             LoadError::Read(error) => error.code(),
+            LoadError::Glob(_) => "RM6004",
             LoadError::MissingStream { .. } => "RM3102",
             LoadError::Stream(_) => "RM3103",
             LoadError::Fingerprint { .. } => "RM4050",
@@ -246,6 +253,7 @@ impl LoadError {
             LoadError::Field { .. } => "`remesh inspect` shows what the checkpoint holds".into(),
             LoadError::Plan(error) => error.help(),
             LoadError::Read(error) => error.help(),
+            LoadError::Glob(_) => "patterns are globs, such as `decoder.layers.0.*`".into(),
             LoadError::MissingStream { .. } => {
                 "--rng-policy derive starts the streams anew on every rank; dropout and data order do not depend on them".into()
             }
@@ -369,7 +377,7 @@ pub(crate) fn load(
 ) -> Result<Resumed, LoadError> {
     let start = Instant::now();
     let commit = resume.source.commit();
-    let counters = if resume.selection.counters { commit.counters.clone() } else { Counters::default() };
+    let counters = if resume.selection.counters { commit.counters } else { Counters::default() };
     let iteration = if resume.selection.counters { commit.iteration } else { 0 };
     let scheduler_samples = match resume.selection {
         Selection { optimizer: true, counters: true, .. } => SavedRun::of(commit)?.scheduler.num_steps,
@@ -455,12 +463,17 @@ fn fill(
     own: &[OwnShard],
 ) -> Result<Loaded, LoadError> {
     let wanted: Vec<ShardedTensor> = own.iter().map(|own| own.shard.clone()).collect();
-    // What this selection leaves out is not extra.
-    let left_out = |key: &TensorKey| {
-        let entry = state.table().index_of(key).map(|entry| state.table().entries()[entry].kind);
-        entry.is_some_and(|kind| !wants(resume.selection, kind))
+    // What this selection leaves alone is not extra.
+    let left_alone = |key: &TensorKey| {
+        let stored = resume.source.catalog().tensor(key);
+        stored.is_some_and(|stored| !wants(resume.selection, stored.kind))
     };
-    let plan = plan_load(resume.source.catalog(), &wanted, resume.strictness, &left_out)?;
+    let ignored = resume.source.catalog().tensors().iter().map(|stored| &stored.key).filter(|key| left_alone(key));
+    let allow_extra: Vec<String> =
+        resume.allow_extra.iter().cloned().chain(ignored.map(|key| key.to_string())).collect();
+    let strictness = Strictness::new(resume.allow_missing, &allow_extra)?;
+    let mut plan = plan_load(resume.source.catalog(), &wanted, &strictness)?;
+    plan.extra.retain(|key| !left_alone(key));
     let (_, be) = trainer.parts();
     let report = resume.source.read(&plan, &mut |target, within, bytes| {
         let own = &own[target];
@@ -490,10 +503,9 @@ fn load_streams(
     let commit = resume.source.commit();
     let groups = trainer.groups();
     let key = state.rng_key();
-    let stored = resume.source.catalog().tensor(key);
-    let Some(stored) = stored else {
+    let Some(stored) = resume.source.catalog().tensor(key) else {
         let note = "the checkpoint has no random streams; every rank derived its own".to_owned();
-        return Ok(Continued { level: commit.random.draws == Some(0), note: Some(note) });
+        return Ok(Continued { level: false, note: Some(note) });
     };
     let coordinate = [GroupKind::Pp, GroupKind::Tp, GroupKind::DpCpGtpRemat].map(|kind| groups.position(kind).0);
     let same_grid = axis_sizes(&commit.layout) == axis_sizes(trainer.config().parallel.layout());
@@ -505,19 +517,24 @@ fn load_streams(
     }
     let restore = same_grid || (resume.rng_policy == RngPolicy::Existing && exists);
     if restore {
-        *streams = read_streams(resume, key, &stored.shape, coordinate)?;
+        let lo: Vec<u64> = coordinate.iter().map(|at| u64::from(*at)).collect();
+        let hi: Vec<u64> = lo.iter().map(|at| at + 1).collect();
+        *streams = Streams::from_words(&read_cells(resume, stored, &lo, &hi)?)?;
     }
     if same_grid {
         return Ok(Continued { level: true, note: None });
     }
-    // Said once for the whole world: how many kept theirs.
-    let kept = trainer.comms().tp_dp_cp.gather_bytes("load.streams_kept", &[u8::from(restore)])?;
-    let (kept, all) = (kept.iter().filter(|kept| kept[..] == [1]).count(), kept.len());
+    // One rank looks through all cells: streams that nobody drew from lose nothing when they are derived.
+    let is_first = groups.rank() == groups.table().ranks()[0];
+    let drawn = is_first && any_draws(resume, stored)?;
+    let told = trainer.comms().tp_dp_cp.gather_bytes("load.streams", &[u8::from(restore), u8::from(drawn)])?;
+    let drawn = told.iter().any(|told| told[1] == 1);
+    let (kept, all) = (told.iter().filter(|told| told[0] == 1).count(), told.len());
     let note = match kept {
         0 => format!("{all} per-rank random streams derived anew: the layout changed"),
         kept => format!("{kept} ranks kept their random streams, {} derived new ones", all - kept),
     };
-    Ok(Continued { level: commit.random.draws == Some(0), note: Some(note) })
+    Ok(Continued { level: !drawn, note: Some(note) })
 }
 
 fn axis_sizes(layout: &ParallelLayout) -> [u32; 6] {
@@ -531,30 +548,38 @@ fn axis_sizes(layout: &ParallelLayout) -> [u32; 6] {
     ]
 }
 
-fn read_streams(
-    resume: &Resume,
-    key: &TensorKey,
-    stored: &Shape,
-    coordinate: [u32; 3],
-) -> Result<Streams, LoadError> {
-    let lo: Vec<u64> = coordinate.iter().map(|at| u64::from(*at)).chain([0, 0]).collect();
-    let cell = &stored.dims()[3..];
-    let hi: Vec<u64> = coordinate.iter().map(|at| u64::from(*at) + 1).chain(cell.iter().copied()).collect();
+/// Whether any saved stream was ever drawn from.
+fn any_draws(resume: &Resume, stored: &StoredTensor) -> Result<bool, LoadError> {
+    let words = read_cells(resume, stored, &[0; 3], &stored.shape.dims()[..3])?;
+    let mut drawn = false;
+    for cell in words.chunks_exact(Streams::WORDS) {
+        drawn |= Streams::from_words(cell)?.draws() > 0;
+    }
+    Ok(drawn)
+}
+
+/// The words of the cells between two coordinates.
+fn read_cells(resume: &Resume, stored: &StoredTensor, lo: &[u64], hi: &[u64]) -> Result<Vec<u32>, LoadError> {
+    let cell = &stored.shape.dims()[3..];
+    let region = Region::new(&[lo, &[0, 0]].concat(), &[hi, cell].concat());
+    let shape = region.shape();
     let wanted = ShardedTensor {
-        key: key.clone(),
+        key: stored.key.clone(),
         dtype: DType::U32,
-        global_shape: stored.clone(),
-        region: Region::new(&lo, &hi),
-        replica: Default::default(),
+        global_shape: stored.shape.clone(),
+        region,
+        replica: ReplicaId::default(),
     };
-    let cell_shape = wanted.region.shape();
-    let plan = plan_load(resume.source.catalog(), &[wanted], &Strictness::exact(), &|other| other != key)?;
-    let mut words = vec![0u32; cell_shape.numel() as usize];
+    let plan = plan_load(resume.source.catalog(), &[wanted], &Strictness::new(&[], &["*".to_owned()])?)?;
+    let mut words = vec![0u32; shape.numel() as usize];
     resume.source.read(&plan, &mut |_, within, bytes| {
-        ckpt::scatter(bytes, within, &cell_shape, DType::U32, bytemuck::cast_slice_mut(&mut words));
+        let (box_shape, whole) = (within.shape(), Region::whole(&within.shape()));
+        let from = BoxIn { shape: &box_shape, region: &whole };
+        let to = BoxIn { shape: &shape, region: within };
+        copy_box(bytes, from, bytemuck::cast_slice_mut(&mut words), to, DType::U32.size_bytes());
         Ok(())
     })?;
-    Ok(Streams::from_words(&words)?)
+    Ok(words)
 }
 
 /// Recomputes every fingerprint from what is in memory now and compares it with the checkpoint's: for each replica of each
@@ -569,7 +594,7 @@ fn prove(
     #[derive(Serialize, Deserialize)]
     struct Part {
         entry: usize,
-        replica: mesh::ReplicaId,
+        replica: ReplicaId,
         fingerprint: [u8; 16],
     }
     let catalog = resume.source.catalog();
@@ -584,7 +609,7 @@ fn prove(
         parts.push(Part { entry: own.entry, replica: shard.replica, fingerprint: fingerprint.to_bytes() });
     }
     let mine = serde_json::to_vec(&parts).expect("numbers");
-    let mut sums: BTreeMap<(usize, mesh::ReplicaId), Fingerprint> = BTreeMap::new();
+    let mut sums: BTreeMap<(usize, ReplicaId), Fingerprint> = BTreeMap::new();
     for theirs in trainer.comms().tp_dp_cp.gather_bytes("load.fingerprints", &mine)? {
         let parts: Vec<Part> = serde_json::from_slice(&theirs).expect("what a rank of this program wrote");
         for part in parts {

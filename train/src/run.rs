@@ -11,7 +11,7 @@ use crate::parallel::{Comms, StepError};
 use crate::resume::{DataState, LoadError, Resume, Resumed, SchedulerState, load};
 use crate::state::{RunState, Streams};
 use crate::step::{BuildError, StepOutcome, StepSettings, Trainer};
-use ckpt::{Counters, Header, Random, SaveError, SaveReport, Saver, Snapshot, WriterInfo};
+use ckpt::{Counters, Header, Random, SaveError, SaveReport, Saver, Snapshot};
 use mesh::{GroupKind, GroupTable, Schedule, ScheduleError};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,9 +40,22 @@ pub struct SavePolicy<'a> {
     /// Makes a rank's saver from the exchange among the model's ranks.
     pub saver: &'a (dyn Fn(ckpt::Exchange) -> Saver + Sync),
     /// What `checkpoint.json` says of who writes.
-    pub writer: WriterInfo,
+    pub writer: RunName,
     /// The time of day, RFC 3339.
     pub now: fn() -> String,
+}
+
+/// Who writes checkpoints.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RunName {
+    /// An id of this run.
+    pub run: String,
+    /// The machine.
+    pub host: String,
+    /// The process.
+    pub pid: u32,
+    /// Program and version.
+    pub program: String,
 }
 
 /// Something that happened.
@@ -245,7 +258,7 @@ impl<'a> RankRun<'a> {
     fn resume(&mut self, resume: &Resume) -> Result<(), RunError> {
         let resumed = load(resume, &mut self.trainer, &self.state, &mut self.streams, &self.sampler)?;
         self.iteration = resumed.iteration;
-        self.counters = resumed.counters.clone();
+        self.counters = resumed.counters;
         self.scheduler_samples = resumed.scheduler_samples;
         self.partial = resumed.partial.clone();
         self.tell(|| Event::Resumed(Box::new(resumed)));
@@ -314,7 +327,7 @@ impl<'a> RankRun<'a> {
             return Ok(());
         }
         let header = self.header(policy)?;
-        let saver = self.saver.as_mut().expect("made with the policy");
+        let saver = self.saver.as_ref().expect("made with the policy");
         let groups = self.trainer.groups().clone();
         let (state, streams) = (&self.state, &self.streams);
         let (_, be) = self.trainer.parts();
@@ -340,11 +353,9 @@ impl<'a> RankRun<'a> {
         }
     }
 
-    /// What `checkpoint.json` says beside what the saver computes. Collective: draws are summed over ranks.
+    /// What `checkpoint.json` says beside what the saver computes.
     fn header(&self, policy: &SavePolicy) -> Result<Header, RunError> {
         let config = self.job.config;
-        let drawn = self.trainer.comms().tp_dp_cp.gather_bytes("save.draws", &self.streams.draws().to_le_bytes())?;
-        let draws = drawn.iter().map(|b| u64::from_le_bytes(b[..].try_into().expect("eight bytes"))).sum();
         let json = |value: Result<_, serde_json::Error>| value.expect("plain data");
         let data = DataState::new(
             config,
@@ -356,8 +367,11 @@ impl<'a> RankRun<'a> {
         Ok(Header {
             iteration: self.iteration,
             created: (policy.now)(),
-            writer: policy.writer.clone(),
-            counters: self.counters.clone(),
+            run: policy.writer.run.clone(),
+            host: policy.writer.host.clone(),
+            pid: policy.writer.pid,
+            program: policy.writer.program.clone(),
+            counters: self.counters,
             scheduler: json(serde_json::to_value(SchedulerState { num_steps: self.scheduler_samples })),
             groups: json(serde_json::to_value(self.trainer.param_groups())),
             layout: *config.parallel.layout(),
@@ -367,7 +381,6 @@ impl<'a> RankRun<'a> {
                 algorithm: "philox4x32-10".to_owned(),
                 seed: config.seed,
                 ordinal: self.counters.consumed_train_samples,
-                draws: Some(draws),
             },
             data: json(serde_json::to_value(data)),
             partial: self.partial.clone(),

@@ -47,6 +47,9 @@ pub struct Streams {
 }
 
 impl Streams {
+    /// Words of a cell: five streams of six words.
+    pub(crate) const WORDS: usize = StreamName::ALL.len() * 6;
+
     /// Streams derived from the seed, this rank's coordinates and the iteration.
     pub fn derive(seed: u32, groups: &ProcessGroups, iteration: u64) -> Self {
         let gtp = groups.size(GroupKind::GtpRemat) > 1;

@@ -13,7 +13,8 @@ use crate::parallel::weight::{ParamHome, WeightStore};
 use crate::parallel::{Comms, Cx, StepError};
 use crate::rng::init_normal;
 use crate::state::{RunState, Streams};
-use mesh::{DType, GroupKind, Indivisible, MissingGroups, ProcessGroups, Region, paired_runs};
+use mesh::{DType, GroupKind, Indivisible, MissingGroups, ProcessGroups, Region, TensorKey, paired_runs};
+use serde::{Deserialize, Serialize};
 use std::rc::Rc;
 
 /// One rank's model, optimizer and memory.
@@ -68,6 +69,15 @@ pub struct StepOutcome {
     pub grad_norm: f64,
     /// False if a value was not finite or left its range: nothing was updated.
     pub applied: bool,
+}
+
+/// The optimizer's groups of parameters, by name.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ParamGroups {
+    /// With weight decay.
+    pub decay: Vec<TensorKey>,
+    /// Without.
+    pub no_decay: Vec<TensorKey>,
 }
 
 impl Program {
@@ -233,6 +243,13 @@ impl Trainer {
     /// The model's process groups, as this rank sees them.
     pub fn groups(&self) -> &ProcessGroups {
         &self.groups
+    }
+
+    /// Keys of the parameters that weight decay applies to, and of the others.
+    pub fn param_groups(&self) -> ParamGroups {
+        let params = &self.program.model.table().params;
+        let keys = |decay| params.iter().filter(|p| p.decay == decay).map(|p| p.key.clone()).collect();
+        ParamGroups { decay: keys(true), no_decay: keys(false) }
     }
 
     /// The plan of this rank's memory.

@@ -82,6 +82,14 @@ impl Sampler {
         }
     }
 
+    /// The epoch that ends when `consumed` samples were used, and the samples of it that are never used; `None` if no epoch
+    /// ends there or all of it was used.
+    pub fn dropped_at(&self, consumed: u64) -> Option<(u64, u64)> {
+        let unused = self.num_samples - self.epoch_len();
+        let ends = consumed > 0 && consumed.is_multiple_of(self.epoch_len());
+        (ends && unused > 0).then(|| (consumed / self.epoch_len() - 1, unused))
+    }
+
     /// The slots of the global batch that starts when `consumed` samples were used, in order.
     pub fn batch(&self, consumed: u64) -> Vec<Slot> {
         let real = self.batch_len(consumed);
