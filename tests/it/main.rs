@@ -1,6 +1,9 @@
 //! Integration tests of the whole workspace, one binary so that the heavy crates link once.
 
+#![allow(unreachable_pub)] // one crate: what a module shares with its neighbours is `pub`
+
 mod anchor;
 mod cli;
 mod layouts;
+mod resume;
 mod support;

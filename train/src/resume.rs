@@ -8,8 +8,8 @@ use crate::rng::{InvalidStream, fnv1a};
 use crate::state::{RunState, Streams};
 use crate::step::Trainer;
 use ckpt::{
-    BadGlob, BoxIn, Commit, Counters, Fingerprint, LoadPlanError, OwnShard, StateSource, StoredTensor, Strictness,
-    copy_box, own_shards, plan_load,
+    BadGlob, BoxIn, Commit, Counters, Fingerprint, LoadPlanError, OwnShard, StateSource, StoredTensor,
+    Strictness, copy_box, own_shards, plan_load,
 };
 use mesh::{DType, GroupKind, ParallelLayout, Region, ReplicaId, ShardedTensor, StateKind, TensorKey};
 use serde::{Deserialize, Serialize};
@@ -20,8 +20,6 @@ use std::time::Instant;
 pub struct Resume<'a> {
     /// The opened checkpoint.
     pub source: &'a (dyn StateSource + Sync),
-    /// How it is called in messages.
-    pub name: &'a str,
     /// What is loaded.
     pub selection: Selection,
     /// Globs of keys that the model wants and the checkpoint may lack.
@@ -84,7 +82,13 @@ pub struct DataState {
 
 impl DataState {
     /// What `sampler` will give after `consumed` samples.
-    pub fn new(config: &TrainConfig, index_hash: u64, sampler: &Sampler, num_samples: u64, consumed: u64) -> Self {
+    pub fn new(
+        config: &TrainConfig,
+        index_hash: u64,
+        sampler: &Sampler,
+        num_samples: u64,
+        consumed: u64,
+    ) -> Self {
         DataState {
             num_samples,
             seq_length: config.parallel.seq_length(),
@@ -283,7 +287,12 @@ pub struct Difference {
 
 /// Everything that must match between a checkpoint's run and one that goes on from it, and does not.
 /// Layout, `train_iters`, intervals and paths may change without a word.
-pub fn compare(saved: &TrainConfig, saved_data: &DataState, wanted: &TrainConfig, data: &DataState) -> Vec<Difference> {
+pub fn compare(
+    saved: &TrainConfig,
+    saved_data: &DataState,
+    wanted: &TrainConfig,
+    data: &DataState,
+) -> Vec<Difference> {
     let (a, b) = (saved, wanted);
     let (m, n) = (&a.model, &b.model);
     let rows: Vec<(&'static str, bool, String, String)> = vec![
@@ -444,7 +453,11 @@ fn wants(selection: Selection, kind: StateKind) -> bool {
 }
 
 fn not_restored(selection: Selection, partial: &[String]) -> String {
-    let parts = [(!selection.optimizer, "optimizer"), (!selection.rng, "random streams"), (!selection.counters, "counters")];
+    let parts = [
+        (!selection.optimizer, "optimizer"),
+        (!selection.rng, "random streams"),
+        (!selection.counters, "counters"),
+    ];
     let names = parts.into_iter().filter(|(left_out, _)| *left_out).map(|(_, name)| name.to_owned());
     names.chain(partial.iter().cloned()).collect::<Vec<_>>().join(", ")
 }
@@ -468,7 +481,8 @@ fn fill(
         let stored = resume.source.catalog().tensor(key);
         stored.is_some_and(|stored| !wants(resume.selection, stored.kind))
     };
-    let ignored = resume.source.catalog().tensors().iter().map(|stored| &stored.key).filter(|key| left_alone(key));
+    let ignored =
+        resume.source.catalog().tensors().iter().map(|stored| &stored.key).filter(|key| left_alone(key));
     let allow_extra: Vec<String> =
         resume.allow_extra.iter().cloned().chain(ignored.map(|key| key.to_string())).collect();
     let strictness = Strictness::new(resume.allow_missing, &allow_extra)?;
@@ -507,7 +521,8 @@ fn load_streams(
         let note = "the checkpoint has no random streams; every rank derived its own".to_owned();
         return Ok(Continued { level: false, note: Some(note) });
     };
-    let coordinate = [GroupKind::Pp, GroupKind::Tp, GroupKind::DpCpGtpRemat].map(|kind| groups.position(kind).0);
+    let coordinate =
+        [GroupKind::Pp, GroupKind::Tp, GroupKind::DpCpGtpRemat].map(|kind| groups.position(kind).0);
     let same_grid = axis_sizes(&commit.layout) == axis_sizes(trainer.config().parallel.layout());
     let exists = coordinate.iter().zip(stored.shape.dims()).all(|(at, extent)| u64::from(*at) < *extent);
     let [pp, tp, position] = coordinate;
@@ -527,7 +542,8 @@ fn load_streams(
     // One rank looks through all cells: streams that nobody drew from lose nothing when they are derived.
     let is_first = groups.rank() == groups.table().ranks()[0];
     let drawn = is_first && any_draws(resume, stored)?;
-    let told = trainer.comms().tp_dp_cp.gather_bytes("load.streams", &[u8::from(restore), u8::from(drawn)])?;
+    let told =
+        trainer.comms().tp_dp_cp.gather_bytes("load.streams", &[u8::from(restore), u8::from(drawn)])?;
     let drawn = told.iter().any(|told| told[1] == 1);
     let (kept, all) = (told.iter().filter(|told| told[0] == 1).count(), told.len());
     let note = match kept {
@@ -620,7 +636,8 @@ fn prove(
         let key = &state.table().entries()[entry].key;
         let Some(stored) = catalog.tensor(key) else { continue };
         if found != stored.fingerprint {
-            let (key, replica) = (key.clone(), format!("tp {} gtp {} dp {}", replica.tp, replica.gtp, replica.dp));
+            let (key, replica) =
+                (key.clone(), format!("tp {} gtp {} dp {}", replica.tp, replica.gtp, replica.dp));
             return Err(LoadError::Fingerprint { key, found, expected: stored.fingerprint, replica });
         }
     }

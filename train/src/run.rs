@@ -152,7 +152,9 @@ pub enum RunError {
         source: SaveError,
     },
     /// Too many steps in a row were skipped.
-    #[error("{skipped} steps in a row, up to iteration {iteration}, had values that were not finite or out of range")]
+    #[error(
+        "{skipped} steps in a row, up to iteration {iteration}, had values that were not finite or out of range"
+    )]
     NotFinite {
         /// How many.
         skipped: u32,
@@ -191,7 +193,10 @@ fn run_rank(job: &Job, groups: &Arc<GroupTable>, context: &RankContext) -> Resul
         let last = stopped || rank.iteration == job.config.train_iters;
         rank.save_if_due(last)?;
         if stopped {
-            return Ok(RunEnd { iteration: rank.iteration, stopped: rank.iteration < job.config.train_iters });
+            return Ok(RunEnd {
+                iteration: rank.iteration,
+                stopped: rank.iteration < job.config.train_iters,
+            });
         }
     }
     Ok(RunEnd { iteration: rank.iteration, stopped: false })

@@ -47,9 +47,8 @@ impl Ranks {
     pub fn run<T: Send>(&self, body: impl Fn(ProcessGroups, Exchange) -> T + Sync) -> Vec<T> {
         std::thread::scope(|scope| {
             let spawn = |(position, rank): (usize, &mesh::Rank)| {
-                let (groups, exchange) = (self.table.for_rank(*rank), self.exchange(position));
-                let body = &body;
-                scope.spawn(move || body(groups, exchange))
+                let (groups, body) = (self.table.for_rank(*rank), &body);
+                scope.spawn(move || body(groups, self.exchange(position)))
             };
             let threads: Vec<_> = self.table.ranks().iter().enumerate().map(spawn).collect();
             threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
