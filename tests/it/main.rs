@@ -5,6 +5,5 @@
 mod anchor;
 mod cli;
 mod layouts;
-mod mutations;
 mod resume;
 mod support;

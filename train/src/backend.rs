@@ -35,9 +35,9 @@ pub trait Backend {
     /// What the device says.
     fn download(&mut self, src: View, bytes: &mut [u8]) -> Result<(), BackendError>;
 
-    /// The largest magnitude that one fixed-point addition has met since the last call, in units of 2^(62 − bits) (of
-    /// 2⁴⁰ for `SquareNorm`). A sum of n additions has kept its range if n times this is at most 1; above 1, or not
-    /// finite, a value was clamped and the step must not be used.
+    /// The largest magnitude that one fixed-point addition has met since the last call, in units of 2^(62 − bits). A sum
+    /// of n additions has kept its range if n times this is at most 1. Infinite if NaN was added, or `SquareNorm` left an
+    /// element out.
     ///
     /// # Errors
     /// What the device says.

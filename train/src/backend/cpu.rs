@@ -83,27 +83,26 @@ impl CpuBackend {
         }
     }
 
-    /// Notes what is read and written, and poisons what is written for the first time.
+    /// Checks that what is read holds something, and poisons what is written for the first time.
+    #[cfg(debug_assertions)]
     fn note_use(&mut self, reads: &[View], writes: &[View]) {
-        #[cfg(debug_assertions)]
-        {
-            reads.iter().for_each(|view| self.validity.read(*view));
-            for view in writes {
-                if self.validity.write(*view) {
-                    match view.dtype {
-                        DType::F32 => self.f32s.fill(*view, f32::NAN),
-                        DType::I64 => self.i64s.fill(*view, i64::MIN),
-                        _ => self.i32s.fill(*view, i32::MIN),
-                    }
+        reads.iter().for_each(|view| self.validity.read(*view));
+        for view in writes {
+            if self.validity.write(*view) {
+                match view.dtype {
+                    DType::F32 => self.f32s.fill(view.buf, f32::NAN),
+                    DType::I64 => self.i64s.fill(view.buf, i64::MIN),
+                    _ => self.i32s.fill(view.buf, i32::MIN),
                 }
             }
         }
-        #[cfg(not(debug_assertions))]
-        let _ = (reads, writes);
     }
 
-    fn note_peak(&mut self, fixed: FixedPoint) {
-        self.fixed_point_peak = fixed::larger_peak(self.fixed_point_peak, fixed.peak());
+    #[cfg(not(debug_assertions))]
+    fn note_use(&mut self, _: &[View], _: &[View]) {}
+
+    fn note_peak(&mut self, peak: f32) {
+        self.fixed_point_peak = self.fixed_point_peak.max(peak);
     }
 }
 
@@ -157,7 +156,7 @@ impl Backend for CpuBackend {
                 let ([], [d_out]) = self.f32s.borrow([], [d_out]);
                 let ([acc], []) = self.i64s.borrow([acc], []);
                 rows::embed_backward(tokens, d_out, first_row, acc, &mut fixed);
-                self.note_peak(fixed);
+                self.note_peak(fixed.peak());
             }
             Op::AddNorm { x, delta, gamma, eps, sum, rstd, out } => {
                 if x != sum {
@@ -182,7 +181,7 @@ impl Backend for CpuBackend {
                 let ([d_gamma], []) = self.i64s.borrow([d_gamma], []);
                 norm::backward_sum(d_out, sum, rstd, gamma, d_sum, accumulate, &mut self.scratch);
                 norm::backward_gamma(d_out, sum, rstd, d_gamma, leaf, &mut fixed, &mut self.scratch);
-                self.note_peak(fixed);
+                self.note_peak(fixed.peak());
             }
             Op::Linear { x, w, out, accumulate } => {
                 let ([out], [x, w]) = self.f32s.borrow([out], [x, w]);
@@ -197,7 +196,7 @@ impl Backend for CpuBackend {
                 let ([], [d_out, x]) = self.f32s.borrow([], [d_out, x]);
                 let ([acc], []) = self.i64s.borrow([acc], []);
                 linear::weight_gradient(d_out, x, acc, leaf, &mut fixed, &mut self.scratch);
-                self.note_peak(fixed);
+                self.note_peak(fixed.peak());
             }
             Op::Rope { qkv, positions, table, heads, inverse } => {
                 let ([], [positions]) = self.i32s.borrow([], [positions]);
@@ -258,7 +257,7 @@ impl Backend for CpuBackend {
                 let call = attention::Call { qkv, kv, tokens, heads, dropout, first_head };
                 let result = attention::Forward { out, lse };
                 call.backward(result, d_out, d_qkv, d_kv, &mut fixed, &mut self.scratch);
-                self.note_peak(fixed);
+                self.note_peak(fixed.peak());
             }
             Op::Glu { gate_up, out } => {
                 let ([out], [gate_up]) = self.f32s.borrow([out], [gate_up]);
@@ -290,7 +289,7 @@ impl Backend for CpuBackend {
                 let ([], [x]) = self.f32s.borrow([], [x]);
                 let ([acc], []) = self.i64s.borrow([acc], []);
                 rows::sum_rows(x, acc, leaf, &mut fixed);
-                self.note_peak(fixed);
+                self.note_peak(fixed.peak());
             }
             Op::Dropout { x, samples, positions, dropout, site } => {
                 let ([], [samples]) = self.i64s.borrow([], [samples]);
@@ -306,8 +305,9 @@ impl Backend for CpuBackend {
             Op::SquareNorm { x, limbs } => {
                 let ([], [x]) = self.f32s.borrow([], [x]);
                 let ([limbs], []) = self.i64s.borrow([limbs], []);
-                let peak = optimizer::square_norm(x, limbs);
-                self.fixed_point_peak = fixed::larger_peak(self.fixed_point_peak, peak);
+                if !optimizer::square_norm(x, limbs) {
+                    self.note_peak(f32::INFINITY);
+                }
             }
             Op::AdamW {
                 w,

@@ -141,8 +141,8 @@ pub enum Op {
 
     /// `out = acc · 2^-bits`. `acc`: I64; `out`: the same shape.
     FxTake { acc: View, bits: u32, out: View },
-    /// `limbs += Σ x²` exactly: squares in f64, cut to 192-bit fixed point of unit 2⁻¹⁰⁰, six limbs of 32 bits carried in
-    /// I64 lanes so that they can be summed over ranks. `limbs`: I64 `[1, 6]`, lowest first.
+    /// `limbs += Σ x²` exactly: squares cut to 192-bit fixed point of unit 2⁻¹⁰⁰, six limbs of 32 bits carried in I64
+    /// lanes so that they can be summed over ranks. `limbs`: I64 `[1, 6]`, lowest first. Elements from 2²⁷ on are left out.
     SquareNorm { x: View, limbs: View },
     /// AdamW on contiguous elements with gradient `g · grad_scale`: decoupled weight decay, bias-corrected moments.
     AdamW {

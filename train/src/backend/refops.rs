@@ -254,3 +254,92 @@ pub(crate) fn cross_entropy_backward(logits: &Mat, valid: usize, targets: &[i32]
         weights[row] * (logits[(row, col)].exp() / sum - hit)
     })
 }
+
+/// Gradients are what central differences say.
+mod tests {
+    use super::*;
+    use crate::rng;
+
+    fn random(name: &str, rows: usize, cols: usize) -> Mat {
+        let mut values = vec![0.0; rows * cols];
+        rng::init_normal(1, name, 0..values.len() as u64, 1.0, &mut values);
+        Mat { rows, cols, data: values.into_iter().map(f64::from).collect() }
+    }
+
+    /// Compares `gradient` with the differences of Σ d_out · f(x) where x moves by ±1e-5 in one element: what is left out is
+    /// of the order of 1e-10 (third derivatives) and 1e-11 (rounding).
+    #[track_caller]
+    fn check(x: &Mat, d_out: &Mat, gradient: &Mat, f: impl Fn(&Mat) -> Mat) {
+        assert_eq!((x.rows, x.cols), (gradient.rows, gradient.cols));
+        let loss = |at: usize, step: f64| {
+            let mut x = x.clone();
+            x.data[at] += step;
+            let out = f(&x);
+            assert_eq!((out.rows, out.cols), (d_out.rows, d_out.cols));
+            out.data.iter().zip(&d_out.data).map(|(out, d_out)| out * d_out).sum::<f64>()
+        };
+        for (at, gradient) in gradient.data.iter().enumerate() {
+            let difference = (loss(at, 1e-5) - loss(at, -1e-5)) / 2e-5;
+            assert!(
+                (difference - gradient).abs() < 1e-7,
+                "element {at}: {gradient}, differences say {difference}"
+            );
+        }
+    }
+
+    #[test]
+    fn of_products() {
+        let (x, w, d_out) = (random("x", 3, 4), random("w", 5, 4), random("d", 3, 5));
+        check(&x, &d_out, &matmul(&d_out, &w), |x| matmul(x, &w.transposed()));
+        check(&w, &d_out, &matmul(&d_out.transposed(), &x), |w| matmul(&x, &w.transposed()));
+    }
+
+    #[test]
+    fn of_the_embedding() {
+        let (tokens, table, d_out) = ([4, 2, 9, 2], random("table", 4, 3), random("d", 4, 3));
+        check(&table, &d_out, &embed_backward(&tokens, &d_out, 2, 4), |table| embed(&tokens, table, 2));
+    }
+
+    #[test]
+    fn of_the_norm() {
+        let (x, gamma, d_out) = (random("x", 3, 7), random("gamma", 1, 7), random("d", 3, 7));
+        let (d_x, d_gamma) = norm_backward(&d_out, &x, &gamma, 1e-5);
+        check(&x, &d_out, &d_x, |x| norm(x, &gamma, 1e-5));
+        check(&gamma, &d_out, &d_gamma, |gamma| norm(&x, gamma, 1e-5));
+    }
+
+    #[test]
+    fn of_rotary_positions() {
+        let heads = Heads { groups: 2, queries_per_group: 2, head_dim: 4 };
+        let (qkv, d_out) = (random("qkv", 2, heads.qkv_cols()), random("d", 2, heads.qkv_cols()));
+        let angle = |row: usize, pair: usize| (row + 1) as f64 / (pair + 2) as f64;
+        let backward = rope(&d_out, heads, |row, pair| -angle(row, pair));
+        check(&qkv, &d_out, &backward, |qkv| rope(qkv, heads, angle));
+    }
+
+    #[test]
+    fn of_attention() {
+        let heads = Heads { groups: 2, queries_per_group: 2, head_dim: 3 };
+        let mask = |row: usize, head: usize, key: usize| [0.0, 1.5, 1.5][(row + 2 * head + key) % 3];
+        let attention = Attention { heads, batch: 2, positions: &[1, 3, 0, 2], mask: &mask };
+        let (qkv, kv) = (random("qkv", 4, heads.qkv_cols()), random("kv", 8, heads.kv_cols()));
+        let d_out = random("d", 4, heads.out_cols());
+        let (d_qkv, d_kv) = attention.backward(&qkv, &kv, &d_out);
+        check(&qkv, &d_out, &d_qkv, |qkv| attention.forward(qkv, &kv).0);
+        check(&kv, &d_out, &d_kv, |kv| attention.forward(&qkv, kv).0);
+    }
+
+    #[test]
+    fn of_swiglu() {
+        let (gate_up, d_out) = (random("gate_up", 2, 6), random("d", 2, 3));
+        check(&gate_up, &d_out, &glu_backward(&d_out, &gate_up), glu);
+    }
+
+    #[test]
+    fn of_cross_entropy() {
+        let (logits, targets, weights) = (random("logits", 3, 6), [0, 4, 2], [1.0, 0.0, 0.5]);
+        let ones = Mat::from_fn(3, 1, |_, _| 1.0);
+        let gradient = cross_entropy_backward(&logits, 5, &targets, &weights);
+        check(&logits, &ones, &gradient, |logits| cross_entropy(logits, 5, &targets, &weights));
+    }
+}

@@ -1,6 +1,8 @@
 //! The elements of one type, and disjoint borrows of them.
 
 use super::matrix::{Matrix, MatrixMut};
+#[cfg(debug_assertions)]
+use crate::backend::BufId;
 use crate::backend::{MemoryPlan, View};
 use std::ops::Range;
 use std::sync::Arc;
@@ -65,9 +67,10 @@ impl<T: Copy + Default> Arena<T> {
     }
 
     /// Sets a whole buffer to `value`.
-    pub(super) fn fill(&mut self, view: View, value: T) {
-        let range = self.range(view);
-        self.elements[range].fill(value);
+    #[cfg(debug_assertions)]
+    pub(super) fn fill(&mut self, buf: BufId, value: T) {
+        let slot = self.plan.slot(buf);
+        self.elements[slot.start..][..slot.len].fill(value);
     }
 
     /// The elements between the view's first and last, counted in the arena.

@@ -47,15 +47,11 @@ impl FixedPoint {
         *acc = acc.wrapping_add(truncate(value * self.scale));
     }
 
-    /// The largest |value| ÷ 2^(62 − bits).
+    /// The largest |value| ÷ 2^(62 − bits), ∞ if there was NaN.
     pub(super) fn peak(&self) -> f32 {
-        f32::from_bits(self.peak) * numerics::power_of_two(self.bits as i32 - 62)
+        let peak = f32::from_bits(self.peak) * numerics::power_of_two(self.bits as i32 - 62);
+        if peak.is_nan() { f32::INFINITY } else { peak }
     }
-}
-
-/// The larger peak; NaN is larger than anything.
-pub(super) fn larger_peak(a: f32, b: f32) -> f32 {
-    f32::from_bits(a.to_bits().max(b.to_bits()))
 }
 
 /// `out = acc · 2^-bits`, rounded once.

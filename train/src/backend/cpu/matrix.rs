@@ -12,7 +12,7 @@ pub(super) struct Matrix<'a, T> {
     pub(super) stride: usize,
 }
 
-impl<'a, T> Matrix<'a, T> {
+impl<'a, T: Copy> Matrix<'a, T> {
     /// `elements` begin at the view's first and end at its last.
     pub(super) fn new(elements: &'a [T], View { rows, cols, stride, .. }: View) -> Self {
         Matrix { elements, rows, cols, stride }
@@ -23,29 +23,27 @@ impl<'a, T> Matrix<'a, T> {
         Matrix { elements, rows: elements.len() / cols, cols, stride: cols }
     }
 
-    pub(super) fn row(&self, row: usize) -> &'a [T] {
+    pub(super) fn row(self, row: usize) -> &'a [T] {
         &self.elements[row * self.stride..][..self.cols]
     }
 
-    /// Row by row; without columns, as many empty rows.
-    pub(super) fn iter(&self) -> impl Iterator<Item = &'a [T]> + use<'a, T> {
-        let Matrix { rows, .. } = *self;
-        let matrix = Matrix { ..*self };
-        (0..rows).map(move |row| matrix.row(row))
+    /// Row by row.
+    pub(super) fn iter(self) -> impl Iterator<Item = &'a [T]> {
+        (0..self.rows).map(move |row| self.row(row))
     }
 
     /// The element at `row` of a single column.
-    pub(super) fn at(&self, row: usize) -> &'a T {
+    pub(super) fn at(self, row: usize) -> &'a T {
         &self.elements[row * self.stride]
     }
 
-    pub(super) fn block(&self, rows: Range<usize>, cols: Range<usize>) -> Matrix<'a, T> {
+    pub(super) fn block(self, rows: Range<usize>, cols: Range<usize>) -> Matrix<'a, T> {
         let (lo, hi) = block_range(self.stride, &rows, &cols);
         Matrix { elements: &self.elements[lo..hi], rows: rows.len(), cols: cols.len(), stride: self.stride }
     }
 
     /// All elements from the first to the last.
-    pub(super) fn elements(&self) -> &'a [T] {
+    pub(super) fn elements(self) -> &'a [T] {
         self.elements
     }
 }

@@ -6,11 +6,11 @@ use super::{Matrix, MatrixMut};
 /// Magnitudes up to here can be squared and 2³⁶ of the squares added; larger ones are left out.
 const MAX_SQUARED: f32 = (1u64 << 27) as f32;
 
-/// `limbs += Σ x²`; gives the largest |x| in units of 2²⁷.
+/// `limbs += Σ x²`; false if elements were left out.
 ///
 /// x = mantissa · 2^(exponent − 150), so x² in units of 2⁻¹⁰⁰ is mantissa² · 2^(2·exponent − 200). What lies below the unit
 /// is cut off element by element; then squares of one exponent are added as they are.
-pub(super) fn square_norm(x: Matrix<'_, f32>, mut limbs: MatrixMut<'_, i64>) -> f32 {
+pub(super) fn square_norm(x: Matrix<'_, f32>, mut limbs: MatrixMut<'_, i64>) -> bool {
     let limbs = limbs.row(0);
     let mut peak = 0;
     for row in x.iter() {
@@ -37,7 +37,7 @@ pub(super) fn square_norm(x: Matrix<'_, f32>, mut limbs: MatrixMut<'_, i64>) -> 
             carry(limbs);
         }
     }
-    f32::from_bits(peak) / MAX_SQUARED
+    peak < MAX_SQUARED.to_bits()
 }
 
 /// Brings each limb but the last below 2³².

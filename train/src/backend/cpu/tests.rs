@@ -1,8 +1,10 @@
 //! Operations against their f64 references, and the invariances that canonical numerics promises.
 
+mod invariance;
+
 use super::*;
 use crate::backend::refops::{self, Mat};
-use crate::backend::{Buffers, Dropout, Heads, Lifetime, Recorder};
+use crate::backend::{Buffers, Dropout, Heads, HiddenSite, Lifetime, Recorder};
 use crate::rng;
 use proptest::prelude::*;
 
@@ -67,6 +69,12 @@ impl Bench {
         self.read(view)
     }
 
+    fn bytes(&mut self, view: View) -> Vec<u8> {
+        let mut bytes = vec![0; view.size_bytes()];
+        self.backend.as_mut().expect("something ran").download(view, &mut bytes).unwrap();
+        bytes
+    }
+
     fn fixed(&mut self, acc: View, bits: u32) -> Mat {
         let values = self.read::<i64>(acc);
         let data = values.iter().map(|value| *value as f64 / 2f64.powi(bits as i32)).collect();
@@ -91,13 +99,21 @@ fn random_below(seed: u32, len: usize, n: u32) -> Vec<i32> {
     (0..len).map(|at| (rng::philox([at as u32, 0, 0, 0], [seed, 99])[0] % n) as i32).collect()
 }
 
+fn norm(x: impl Iterator<Item = f64>) -> f64 {
+    x.map(|x| x * x).sum::<f64>().sqrt()
+}
+
 /// ‖found − expected‖ ≤ 1e-5 ‖expected‖: hundreds of f32 roundings of 6e-8, added as random walks, stay below. NaN fails.
 #[track_caller]
 fn assert_close(found: &Mat, expected: &Mat) {
+    assert_within(found, expected, norm(expected.data.iter().copied()));
+}
+
+/// As `assert_close`, measured against `size`, for results that are what remains of terms of that norm.
+#[track_caller]
+fn assert_within(found: &Mat, expected: &Mat, size: f64) {
     assert_eq!((found.rows, found.cols), (expected.rows, expected.cols));
-    let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
-    let error = norm(&mut found.data.iter().zip(&expected.data).map(|(a, b)| a - b));
-    let size = norm(&mut expected.data.iter().copied());
+    let error = norm(found.data.iter().zip(&expected.data).map(|(a, b)| a - b));
     assert!(error <= 1e-5 * size, "off by {error} of {size}: {found:?} instead of {expected:?}");
 }
 
@@ -175,13 +191,13 @@ proptest! {
         assert_close(&bench.mat(out_v), &refops::norm(&sum, &gamma, eps));
         prop_assert_eq!(bench.bits(again_v), bench.bits(out_v));
         let (mut d_x, expected_d_gamma) = refops::norm_backward(&d_out, &sum, &gamma, eps);
-        // What cancels in d_x is as large as its parts: measure against them.
-        for (at, d_x) in d_x.data.iter_mut().enumerate() {
-            *d_x += if accumulate { before.data[at] } else { 0.0 };
+        if accumulate {
+            d_x.data.iter_mut().zip(&before.data).for_each(|(d_x, before)| *d_x += before);
         }
-        if h > 1 {
-            assert_close(&bench.mat(d_sum), &d_x);
-        }
+        // d_x is a difference of two vectors of about this norm.
+        let rstd = refops::rstd(&sum, eps);
+        let g = (0..m * h).map(|at| rstd[(at / h, 0)] * d_out.data[at] * gamma[(0, at % h)]);
+        assert_within(&bench.mat(d_sum), &d_x, norm(g) + norm(before.data.iter().copied()));
         assert_close(&bench.fixed(d_gamma, BITS), &expected_d_gamma);
     }
 
@@ -352,20 +368,11 @@ proptest! {
         let queries = |x: &Mat| Mat::from_fn(m, heads.qkv_cols(), |row, col| {
             if col % heads.query(1, 0) < heads.key(0) { x[(row, col)] } else { 0.0 }
         });
-        assert_close_to_parts(&queries(&found), &expected_d_qkv);
-        assert_close_to_parts(&bench.fixed(d_kv, BITS), &expected_d_kv);
+        // Gradients of scores are differences of terms about as large as d_out.
+        let size = norm(d_out.data.iter().copied());
+        assert_within(&queries(&found), &expected_d_qkv, size);
+        assert_within(&bench.fixed(d_kv, BITS), &expected_d_kv, size);
     }
-}
-
-/// As `assert_close`, where the result is what remains of terms of size 1 that cancel.
-#[track_caller]
-fn assert_close_to_parts(found: &Mat, expected: &Mat) {
-    let shifted = |x: &Mat| Mat {
-        data: x.data.iter().copied().chain([1.0]).collect(),
-        rows: 1,
-        cols: x.data.len() + 1,
-    };
-    assert_close(&shifted(found), &shifted(expected));
 }
 
 #[test]
@@ -396,4 +403,190 @@ fn moving_rows_keeps_their_bits() {
     let zeroed =
         Mat::from_fn(4, 6, |row, col| if (1..3).contains(&row) && col >= 2 { 0.0 } else { x[(row, col)] });
     assert_eq!(bench.mat(x_v).data, zeroed.data);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    #[test]
+    fn sums_of_rows_and_their_values(seed: u32, leaf in 1usize..9, leaves in 1usize..9) {
+        let x = random(seed, "x", leaf * leaves, 1);
+        let mut bench = Bench::default();
+        let (x_v, acc, out) = (bench.input(&x), bench.acc(1, 1), bench.output(1, 1));
+        bench.run(Op::SumRows { x: x_v, acc, leaf, bits: BITS });
+        bench.run(Op::FxTake { acc, bits: BITS, out });
+        let expected = Mat { rows: 1, cols: 1, data: vec![x.data.iter().sum()] };
+        assert_within(&bench.mat(out), &expected, norm(x.data.iter().copied()));
+    }
+
+    #[test]
+    fn hidden_dropout_follows_global_coordinates(
+        seed: u32, m in 1usize..9, cols in 1usize..20, p in 0f32..0.99, first_sample in 0i64..1 << 47,
+    ) {
+        let x = random(seed, "x", m, cols);
+        let samples: Vec<i64> = (0..m as i64).map(|row| first_sample + row / 2).collect();
+        let positions = random_below(seed, m, 100);
+        let mut bench = Bench::default();
+        let (x_v, samples_v, positions_v) = (bench.input(&x), bench.i64s(&samples), bench.i32s(&positions));
+        let dropout = Dropout { p, seed, layer: 3 };
+        bench.run(Op::Dropout { x: x_v, samples: samples_v, positions: positions_v, dropout, site: HiddenSite::Mlp });
+        let expected = Mat::from_fn(m, cols, |row, col| {
+            let high = 3 << 22 | 1 << 16 | (samples[row] >> 32) as u32;
+            let words = rng::philox([col as u32 / 4, positions[row] as u32, samples[row] as u32, high], [seed, 2]);
+            let keep = f64::from(words[col % 4]) >= (f64::from(p) * 2f64.powi(32)).floor();
+            if keep { x[(row, col)] / (1.0 - f64::from(p)) } else { 0.0 }
+        });
+        assert_close(&bench.mat(x_v), &expected);
+    }
+
+    /// Exact, whatever the ranks the elements are on.
+    #[test]
+    fn square_norms_are_exact_integers(
+        values in prop::collection::vec((-0xFF_FFFFi64..0xFF_FFFF, -80i32..-14), 1..40), cut: prop::sample::Index,
+    ) {
+        let x = Mat::from_fn(1, values.len(), |_, at| values[at].0 as f64 * 2f64.powi(values[at].1));
+        // In units of 2⁻¹⁰⁰, each square cut to an integer.
+        let expected: u128 = values
+            .iter()
+            .map(|(mantissa, exponent)| {
+                let square = u128::from(mantissa.unsigned_abs()).pow(2);
+                let shift = 2 * exponent + 100;
+                if shift >= 0 { square << shift } else { square.checked_shr(shift.unsigned_abs()).unwrap_or(0) }
+            })
+            .sum();
+        let cut = cut.index(values.len());
+        let mut bench = Bench::default();
+        let x_v = bench.input(&x);
+        let limbs = [bench.acc(1, 6), bench.acc(1, 6)];
+        bench.run(Op::SquareNorm { x: x_v.col_range(0, cut), limbs: limbs[0] });
+        bench.run(Op::SquareNorm { x: x_v.col_range(cut, values.len()), limbs: limbs[1] });
+        bench.run(Op::AddFixed { src: limbs[0], dst: limbs[1] });
+        let found = bench.read::<i64>(limbs[1]);
+        prop_assert_eq!(found[..4].iter().rev().fold(0, |sum, limb| (sum << 32) + *limb as u128), expected);
+    }
+
+    #[test]
+    fn adamw_follows_its_formula_over_steps(seed: u32, len in 1usize..50, weight_decay in 0f32..0.3) {
+        let (lr, beta1, beta2, eps, grad_scale) = (0.01f32, 0.9f32, 0.999f32, 1e-8f32, 0.5f32);
+        let mut w = random(seed, "w", 1, len);
+        let [mut m, mut v] = [Mat::zeros(1, len), Mat::zeros(1, len)];
+        let gradients: Vec<Mat> = (0..3).map(|step| random(seed, &format!("g{step}"), 1, len)).collect();
+        let mut bench = Bench::default();
+        let [w_v, m_v, v_v] = [&w, &m, &v].map(|x| bench.input(x));
+        let gradients_v: Vec<View> = gradients.iter().map(|g| bench.input(g)).collect();
+        for (step, (g, g_v)) in gradients.iter().zip(gradients_v).enumerate() {
+            let correction = |beta: f32| 1.0 - f64::from(beta).powi(step as i32 + 1);
+            let (correction1, correction2) = (correction(beta1), correction(beta2));
+            bench.run(Op::AdamW {
+                w: w_v, m: m_v, v: v_v, g: g_v, grad_scale, lr, beta1, beta2, eps, weight_decay,
+                correction1: correction1 as f32, correction2: correction2 as f32,
+            });
+            let [lr, beta1, beta2, eps, decay] = [lr, beta1, beta2, eps, weight_decay].map(f64::from);
+            for at in 0..len {
+                let g = g.data[at] * f64::from(grad_scale);
+                m.data[at] = beta1 * m.data[at] + (1.0 - beta1) * g;
+                v.data[at] = beta2 * v.data[at] + (1.0 - beta2) * g * g;
+                let update = m.data[at] / correction1 / ((v.data[at] / correction2).sqrt() + eps);
+                w.data[at] -= lr * (update + decay * w.data[at]);
+            }
+        }
+        assert_close(&bench.mat(w_v), &w);
+        assert_within(&bench.mat(m_v), &m, (len as f64).sqrt());
+        // 1 − β2 in f32 is off by half a unit of 2⁻²⁴, relative to 0.001 that is 3e-5.
+        assert_within(&bench.mat(v_v), &v, 10.0 * norm(v.data.iter().copied()));
+    }
+}
+
+#[test]
+fn square_norms_hold_the_largest_gradients() {
+    let mut bench = Bench::default();
+    let x =
+        bench.input(&Mat { rows: 1, cols: 3, data: vec![2f64.powi(26), -(2f64.powi(-50)), 2f64.powi(-51)] });
+    let limbs = bench.acc(1, 6);
+    bench.run(Op::SquareNorm { x, limbs });
+    assert_eq!(bench.read::<i64>(limbs), [1, 0, 0, 0, 1 << 24, 0], "2⁵² and one unit of 2⁻¹⁰⁰");
+}
+
+#[test]
+fn sums_out_of_range_are_told_once() {
+    let mut bench = Bench::default();
+    let x = bench.input(&Mat {
+        rows: 5,
+        cols: 1,
+        data: vec![0.5, 2f64.powi(21), 2f64.powi(23), f64::NAN, 2f64.powi(27)],
+    });
+    let (acc, limbs) = (bench.acc(1, 1), bench.acc(1, 6));
+    let sum = |row: usize| Op::SumRows { x: x.row_range(row, row + 1), acc, leaf: 1, bits: 40 };
+    let mut peak_after = |ops: &[Op]| {
+        ops.iter().for_each(|op| bench.run(*op));
+        bench.backend.as_mut().unwrap().take_fixed_point_peak().unwrap()
+    };
+    assert_eq!(peak_after(&[sum(1), sum(0)]), 0.5);
+    assert_eq!(peak_after(&[sum(0)]), 0.5 / 2f32.powi(22));
+    assert_eq!(peak_after(&[sum(2)]), 2.0);
+    assert_eq!(peak_after(&[sum(3), sum(1)]), f32::INFINITY);
+    assert_eq!(peak_after(&[]), 0.0);
+    let square = |row: usize| Op::SquareNorm { x: x.row_range(row, row + 1), limbs };
+    assert_eq!(peak_after(&[square(2)]), 0.0);
+    assert_eq!([square(3), square(4)].map(|op| peak_after(&[op])), [f32::INFINITY; 2]);
+}
+
+/// Three transient buffers of which the first and the last share a place.
+#[cfg(debug_assertions)]
+fn chain() -> (CpuBackend, [View; 3]) {
+    let mut buffers = Buffers::default();
+    let views =
+        ["first", "second", "third"].map(|name| buffers.declare(name, Lifetime::Transient, DType::F32, 2, 3));
+    let [first, second, third] = views;
+    let ops =
+        [Op::Zero { dst: first }, Op::Copy { src: first, dst: second }, Op::Copy { src: second, dst: third }];
+    let mut recorder = Recorder::new(&buffers);
+    ops.iter().for_each(|op| recorder.run(*op).unwrap());
+    (CpuBackend::new(recorder.plan()), views)
+}
+
+#[cfg(debug_assertions)]
+#[test]
+#[should_panic(expected = "`second` is read but holds nothing")]
+fn a_buffer_that_was_never_written_cannot_be_read() {
+    let (mut backend, [first, second, _]) = chain();
+    backend.run(Op::Copy { src: second, dst: first }).unwrap();
+}
+
+#[cfg(debug_assertions)]
+#[test]
+#[should_panic(expected = "`first` is read but holds nothing: never written, or its place reused")]
+fn a_buffer_whose_place_was_reused_cannot_be_read() {
+    let (mut backend, [first, second, third]) = chain();
+    backend.run(Op::Zero { dst: first }).unwrap();
+    backend.run(Op::Copy { src: first, dst: second }).unwrap();
+    backend.run(Op::Copy { src: second, dst: third }).unwrap();
+    backend.run(Op::Copy { src: first, dst: second }).unwrap();
+}
+
+#[cfg(debug_assertions)]
+#[test]
+fn what_a_partial_write_leaves_out_is_not_a_number() {
+    let (mut backend, [first, ..]) = chain();
+    backend.run(Op::Zero { dst: first.row_range(1, 2) }).unwrap();
+    let mut values = [0.0f32; 6];
+    backend.download(first, bytemuck::cast_slice_mut(&mut values)).unwrap();
+    assert!(values[..3].iter().all(|x| x.is_nan()));
+    assert_eq!(values[3..], [0.0; 3]);
+}
+
+#[test]
+#[should_panic(expected = "Linear: `w` is F32 5 × 3, expected F32 5 × 4")]
+fn operands_of_the_wrong_shape_are_named() {
+    let mut bench = Bench::default();
+    let (x, w, out) = (bench.output(2, 4), bench.output(5, 3), bench.output(2, 5));
+    bench.run(Op::Linear { x, w, out, accumulate: false });
+}
+
+#[test]
+#[should_panic(expected = "`buffer 0` is read and written by one operation")]
+fn operands_that_overlap_are_named() {
+    let mut bench = Bench::default();
+    let x = bench.output(4, 4);
+    bench.run(Op::Copy { src: x.row_range(0, 2), dst: x.row_range(1, 3) });
 }

@@ -7,8 +7,11 @@
 pub(in super::super) fn widest<R>(kernel: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     {
-        if is_x86_feature_detected!("avx512dq") && is_x86_feature_detected!("avx512vl") {
-            // SAFETY: the machine has the features; `avx512f` is part of `avx512dq`.
+        if is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+        {
+            // SAFETY: the machine has the features.
             return unsafe { with_avx512(kernel) };
         }
         if is_x86_feature_detected!("avx2") {
