@@ -1,7 +1,7 @@
 //! Ten steps against what PyTorch gives for the same weights, samples and masks; `tests/fixtures/gen/anchor.py` made the
 //! fixture from the written rules alone.
 
-use crate::support::{self, Layout};
+use crate::support::{self, Layout, Tracing};
 use mesh::Warmup;
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -56,7 +56,8 @@ fn follows_pytorch(name: &str) {
     config.schedule.lr_warmup = Warmup::Length(2);
     let folder = tempfile::tempdir().unwrap();
     let tokens = support::token_file(folder.path(), c.num_tokens);
-    let trace = support::trace(&config, &tokens, run.steps.len() as u64, None);
+    let tracing = Tracing { steps: run.steps.len() as u64, ..Tracing::default() };
+    let trace = support::trace(&config, &tokens, tracing).unwrap();
     for (at, (expected, found)) in run.steps.iter().zip(&trace.outcomes).enumerate() {
         assert_eq!(trace.samples[at], expected.sample_ids, "samples of step {at}");
         let (loss, norm) =

@@ -1,11 +1,12 @@
 //! The layout matrix: losses, gradient norms and weights do not depend on the layout, bit for bit; what canonical numerics
 //! does not admit is refused with the numbers.
 
-use crate::support::{self, Layout, Trace, tiny_model, trace};
+use crate::support::{self, Layout, Trace, Tracing, difference, tiny_model, trace};
+use expect_test::expect;
 use train::config::{ConfigError, TrainConfig};
 use train::data::TokenFile;
 
-const STEPS: u64 = 2;
+const TRACING: Tracing = Tracing { steps: 2, mutate: None, poison: None };
 
 /// A model, sequence and batch whose layouts are compared with one another.
 struct Case {
@@ -39,7 +40,8 @@ impl Case {
         let mut compared = 0;
         for layout in ranks.iter().flat_map(|ranks| Layout::all(*ranks, self.micro_batches)).filter(keep) {
             if self.config(layout).is_ok() {
-                assert_same(&single, &self.run(layout, &tokens), layout);
+                let differs = difference(&single, &self.run(layout, &tokens));
+                assert!(differs.is_none(), "{layout:?}: {}", differs.unwrap_or_default());
                 compared += 1;
             }
         }
@@ -47,30 +49,7 @@ impl Case {
     }
 
     fn run(&self, layout: Layout, tokens: &TokenFile) -> Trace {
-        trace(&self.config(layout).unwrap(), tokens, STEPS, None)
-    }
-}
-
-fn assert_same(single: &Trace, other: &Trace, layout: Layout) {
-    assert_eq!(other.samples, single.samples, "samples of {layout:?}");
-    for (step, (a, b)) in single.outcomes.iter().zip(&other.outcomes).enumerate() {
-        assert_eq!(
-            b.loss.to_bits(),
-            a.loss.to_bits(),
-            "loss of step {step} of {layout:?}: {} for {}",
-            b.loss,
-            a.loss
-        );
-        assert_eq!(
-            b.grad_norm.to_bits(),
-            a.grad_norm.to_bits(),
-            "gradient norm of step {step} of {layout:?}: {} for {}",
-            b.grad_norm,
-            a.grad_norm
-        );
-    }
-    for (key, bytes) in &single.state {
-        assert!(other.state[key] == *bytes, "`{key}` after {STEPS} steps of {layout:?}");
+        trace(&self.config(layout).unwrap(), tokens, TRACING).unwrap()
     }
 }
 
@@ -97,4 +76,39 @@ fn every_layout_with_tp_8_gives_the_same_bits() {
 #[test]
 fn every_layout_of_3_and_6_ranks_gives_the_same_bits() {
     assert_eq!(THREES.compare(&[3, 6], |_| true), 81);
+}
+
+/// A sample whose losses are not a number: all ranks leave out that step and go on, whoever held the sample.
+#[test]
+fn a_step_that_is_not_finite_is_skipped_by_all_ranks_alike() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = support::token_file(folder.path(), 6000);
+    let tracing = Tracing { steps: 3, mutate: None, poison: Some(POWERS.global_batch_size + 3) };
+    let run = |layout| trace(&POWERS.config(layout).unwrap(), &tokens, tracing).unwrap();
+    let single = run(Layout::SINGLE);
+    let applied: Vec<bool> = single.outcomes.iter().map(|outcome| outcome.applied).collect();
+    assert_eq!(applied, [true, false, true]);
+    assert!(single.outcomes[1].loss.is_nan() && single.outcomes[2].loss.is_finite());
+    for layout in [
+        Layout { dp: 8, ..Layout::SINGLE },
+        Layout { cp: 4, dp: 2, ..Layout::SINGLE },
+        Layout { tp: 2, sp: true, gtp: 2, dp: 2, ..Layout::SINGLE },
+        Layout { gtp: 4, nseq: 2, ..Layout::SINGLE },
+    ] {
+        assert_eq!(difference(&single, &run(layout)), None, "{layout:?}");
+    }
+}
+
+#[test]
+fn what_canonical_numerics_does_not_admit_is_refused_with_the_numbers() {
+    let refusal = |case: &Case, layout: Layout| case.config(layout).unwrap_err();
+    expect!["`num-attention-heads` 8 is no multiple of `num-query-groups` 6"]
+        .assert_eq(&refusal(&Case { groups: 6, ..THREES }, Layout { tp: 3, ..Layout::SINGLE }));
+    expect!["TP 8 does not divide the 4 query groups: 4 % 8 != 0 (`decoder.layers.*.self_attention.linear_qkv.weight`)"]
+        .assert_eq(&refusal(&POWERS, Layout { tp: 8, ..Layout::SINGLE }));
+    let mut config = POWERS.config(Layout { cp: 4, ..Layout::SINGLE }).unwrap();
+    config.numerics.leaf_tokens = 16;
+    let error = config.check().unwrap_err();
+    expect!["a leaf of 16 tokens does not divide T/(2·runtime CP) = 64/(2·4) = 8"].assert_eq(&error.to_string());
+    expect!["the largest leaf that fits is --canonical-leaf-tokens 8"].assert_eq(&error.help());
 }

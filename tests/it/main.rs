@@ -5,5 +5,6 @@
 mod anchor;
 mod cli;
 mod layouts;
+mod mutations;
 mod resume;
 mod support;

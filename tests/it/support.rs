@@ -14,7 +14,8 @@ use train::comm::{Comm, Site};
 use train::config::{EpochTail, LossAverage, ModelConfig, Numerics, OptimizerConfig, TrainConfig};
 use train::data::sampler::{RankReader, Sampler};
 use train::data::{TokenFile, TokenWriter};
-use train::parallel::Comms;
+use train::model::MicroBatch;
+use train::parallel::{Comms, StepError};
 use train::state::{RunState, Streams};
 use train::step::{StepOutcome, StepSettings, Trainer};
 
@@ -156,20 +157,31 @@ pub struct Trace {
     pub state: BTreeMap<String, Vec<u8>>,
 }
 
-/// Trains `steps` steps from scratch on as many threads as the layout has ranks. `mutate` turns one call site into the
-/// identity on all ranks.
-pub fn trace(config: &TrainConfig, tokens: &TokenFile, steps: u64, mutate: Option<Site>) -> Trace {
+/// What is done to a traced run.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Tracing {
+    pub steps: u64,
+    /// A call site that becomes the identity on all ranks.
+    pub mutate: Option<Site>,
+    /// The ordinal of a sample whose losses are not a number.
+    pub poison: Option<u64>,
+}
+
+/// Trains from scratch on as many threads as the layout has ranks.
+///
+/// # Errors
+/// If a rank fails, or ranks disagree on what a step came to.
+pub fn trace(config: &TrainConfig, tokens: &TokenFile, tracing: Tracing) -> Result<Trace, String> {
     let layout = config.parallel.layout();
     let table = Arc::new(GroupTable::new("model", layout));
     let ranks = World::run(layout.world_size(), WorldOptions::default(), |context| {
-        Ok::<_, train::parallel::StepError>(rank_trace(config, tokens, steps, mutate, &table, context))
-    })
-    .unwrap_or_else(|error| panic!("{layout}: {error}"));
-    merge(ranks)
+        rank_trace(config, tokens, tracing, &table, context)
+    });
+    merge(ranks.map_err(|error| error.to_string())?)
 }
 
 /// What one rank saw and holds.
-pub struct RankTrace {
+struct RankTrace {
     samples: Vec<Vec<(u64, u64)>>,
     outcomes: Vec<StepOutcome>,
     pieces: Vec<(String, mesh::Shape, mesh::Region, Vec<u8>)>,
@@ -178,15 +190,14 @@ pub struct RankTrace {
 fn rank_trace(
     config: &TrainConfig,
     tokens: &TokenFile,
-    steps: u64,
-    mutate: Option<Site>,
+    tracing: Tracing,
     table: &Arc<GroupTable>,
     context: &RankContext,
-) -> RankTrace {
+) -> Result<RankTrace, StepError> {
     let groups = table.for_rank(context.rank());
     let comms = Comms::new(&groups, |kind| {
         let comm = context.comm(&groups, kind);
-        match mutate {
+        match tracing.mutate {
             Some(site) => Rc::new(Mutated::new(comm, site)) as Rc<dyn Comm>,
             None => comm,
         }
@@ -205,23 +216,28 @@ fn rank_trace(
     let mut samples = Vec::new();
     let mut outcomes = Vec::new();
     let mut consumed = 0;
-    for step in 0..steps {
+    for step in 0..tracing.steps {
         let slots = sampler.batch(consumed);
         samples.push(reader.own_slots(&slots).flatten().map(|slot| (slot.ordinal, slot.sample)).collect());
-        let batch = reader.read(tokens, &slots).unwrap();
+        let mut batch = reader.read(tokens, &slots).unwrap();
+        for micro_batch in &mut batch.micro_batches {
+            let MicroBatch { samples, weights, .. } = micro_batch;
+            let poisoned = samples.iter().map(|sample| tracing.poison == Some(*sample as u64));
+            weights.iter_mut().zip(poisoned).filter(|(_, poisoned)| *poisoned).for_each(|(w, _)| *w = f32::NAN);
+        }
         let settings = StepSettings {
             lr: schedule.lr(step * config.parallel.global_batch_size()),
             weight_decay: schedule.weight_decay(step * config.parallel.global_batch_size()),
             update: step + 1,
         };
-        outcomes.push(trainer.step(&batch, &settings).unwrap());
+        outcomes.push(trainer.step(&batch, &settings)?);
         consumed += sampler.batch_len(consumed);
     }
-    RankTrace { samples, outcomes, pieces: main_pieces(&mut trainer, &groups) }
+    Ok(RankTrace { samples, outcomes, pieces: main_pieces(&mut trainer, &groups) })
 }
 
 /// The boxes of which this rank holds the main replica.
-pub fn main_pieces(
+fn main_pieces(
     trainer: &mut Trainer,
     groups: &ProcessGroups,
 ) -> Vec<(String, mesh::Shape, mesh::Region, Vec<u8>)> {
@@ -243,7 +259,7 @@ pub fn main_pieces(
 }
 
 /// One trace from those of all ranks: logical tensors from their pieces, and outcomes that all ranks must agree on.
-pub fn merge(ranks: Vec<RankTrace>) -> Trace {
+fn merge(ranks: Vec<RankTrace>) -> Result<Trace, String> {
     let mut trace = Trace { outcomes: ranks[0].outcomes.clone(), ..Trace::default() };
     for step in 0..ranks[0].samples.len() {
         let mut slots: Vec<(u64, u64)> = ranks.iter().flat_map(|rank| rank.samples[step].clone()).collect();
@@ -255,7 +271,9 @@ pub fn merge(ranks: Vec<RankTrace>) -> Trace {
         let bits = |outcomes: &[StepOutcome]| -> Vec<_> {
             outcomes.iter().map(|o| (o.loss.to_bits(), o.grad_norm.to_bits(), o.applied)).collect()
         };
-        assert_eq!(bits(&rank.outcomes), bits(&trace.outcomes), "ranks disagree on losses");
+        if bits(&rank.outcomes) != bits(&trace.outcomes) {
+            return Err(format!("ranks disagree: {:?} and {:?}", rank.outcomes, trace.outcomes));
+        }
         for (key, shape, region, bytes) in rank.pieces {
             let whole = trace.state.entry(key).or_insert_with(|| vec![0; shape.numel() as usize * 4]);
             let mut at = 0;
@@ -266,5 +284,20 @@ pub fn merge(ranks: Vec<RankTrace>) -> Trace {
             }
         }
     }
-    trace
+    Ok(trace)
+}
+
+/// Where `other` is not `expected`, bit for bit: samples, then losses and norms, then tensors.
+pub fn difference(expected: &Trace, other: &Trace) -> Option<String> {
+    if other.samples != expected.samples {
+        return Some(format!("samples {:?} for {:?}", other.samples, expected.samples));
+    }
+    for (step, (a, b)) in expected.outcomes.iter().zip(&other.outcomes).enumerate() {
+        let bits = |o: &StepOutcome| (o.loss.to_bits(), o.grad_norm.to_bits(), o.applied);
+        if bits(a) != bits(b) {
+            return Some(format!("step {step}: {b:?} for {a:?}"));
+        }
+    }
+    let tensor = expected.state.iter().find(|(key, bytes)| other.state[*key] != **bytes);
+    tensor.map(|(key, _)| format!("`{key}`"))
 }

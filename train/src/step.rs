@@ -128,11 +128,11 @@ impl Program {
     }
 
     /// Runs everything once on a recorder, twice: the first time the weight store learns the order of uses.
-    fn record(&mut self, buffers: &Buffers, comms: &Comms) -> Result<MemoryPlan, StepError> {
-        self.record_once(&mut Recorder::new(buffers), comms)?;
+    fn record(&mut self, buffers: &Buffers, learning: &Comms, recorded: &Comms) -> Result<MemoryPlan, StepError> {
+        self.record_once(&mut Recorder::new(buffers), learning)?;
         self.weights.finish_learning();
         let mut recorder = Recorder::new(buffers);
-        self.record_once(&mut recorder, comms)?;
+        self.record_once(&mut recorder, recorded)?;
         Ok(recorder.plan())
     }
 
@@ -204,9 +204,10 @@ impl Trainer {
     pub fn new(config: &TrainConfig, groups: &ProcessGroups, comms: Comms) -> Result<Self, BuildError> {
         let mut buffers = Buffers::default();
         let mut program = Program::new(config, groups, &mut buffers)?;
-        let call_log = CallLog::default();
-        let recorded = Comms::new(groups, |kind| Rc::new(RecordedComm::new(groups, kind, &call_log)))?;
-        let plan = program.record(&buffers, &recorded).expect("a recorder cannot fail");
+        let [ignored, call_log] = [(); 2].map(|()| CallLog::default());
+        let recorded = |log| Comms::new(groups, |kind| Rc::new(RecordedComm::new(groups, kind, log)));
+        let (learning, recorded) = (recorded(&ignored)?, recorded(&call_log)?);
+        let plan = program.record(&buffers, &learning, &recorded).expect("a recorder cannot fail");
         let be = Box::new(CpuBackend::new(plan.clone()));
         let mut trainer =
             Trainer { config: config.clone(), groups: groups.clone(), comms, be, program, plan, call_log };
@@ -257,7 +258,7 @@ impl Trainer {
         &self.plan
     }
 
-    /// The collectives of one step, in the order of the program.
+    /// The collectives of a step of one micro-batch, in the order of the program.
     pub fn call_log(&self) -> &CallLog {
         &self.call_log
     }
