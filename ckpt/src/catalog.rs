@@ -177,7 +177,7 @@ fn check_tensor(tensor: &StoredTensor, objects: &[StoredObject]) -> Result<(), C
     if bytes.is_none_or(|bytes| bytes > i64::MAX as u64) {
         return Err(CatalogFault::TooLarge { key: key.clone(), shape: shape.clone() });
     }
-    if tensor.placement.as_ref().is_some_and(|placement| !is_placement_of(placement, shape)) {
+    if tensor.placement.as_ref().is_some_and(|placement| placement.shape() != *shape) {
         return Err(CatalogFault::Placement { key: key.clone(), shape: shape.clone() });
     }
     for chunk in &tensor.chunks {
@@ -209,14 +209,6 @@ fn check_tensor(tensor: &StoredTensor, objects: &[StoredObject]) -> Result<(), C
         },
         TilingFault::Uncovered { missing } => CatalogFault::Uncovered { key: key.clone(), missing },
     })
-}
-
-/// Like comparing with [`Placement::shape`], for parts that may add up to anything.
-fn is_placement_of(placement: &Placement, shape: &Shape) -> bool {
-    placement.dims().len() == shape.dims().len()
-        && placement.dims().iter().zip(shape.dims()).all(|(dim, extent)| {
-            dim.parts().iter().try_fold(0u64, |sum, part| sum.checked_add(*part)) == Some(*extent)
-        })
 }
 
 fn check_chunk(

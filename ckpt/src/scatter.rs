@@ -1,6 +1,7 @@
 //! Copying a box of elements between two row-major buffers.
 
-use mesh::{Region, Shape};
+use mesh::{Region, Shape, paired_runs};
+use std::ops::Range;
 
 /// One side of a copy: a row-major buffer of a shape, and a box in the buffer's own coordinates.
 #[derive(Clone, Copy, Debug)]
@@ -17,22 +18,9 @@ pub struct BoxIn<'a> {
 /// If the boxes differ in shape, or a buffer is shorter than its shape says.
 pub fn copy_box(source: &[u8], from: BoxIn<'_>, target: &mut [u8], to: BoxIn<'_>, element_bytes: usize) {
     assert_eq!(from.region.shape(), to.region.shape(), "a box is copied to one of its own shape");
-    let mut reads = from.region.runs(from.shape);
-    let mut writes = to.region.runs(to.shape);
-    let (mut read, mut write) = (0..0, 0..0);
-    loop {
-        if read.is_empty() {
-            let Some(next) = reads.next() else { return };
-            read = next;
-        }
-        if write.is_empty() {
-            write = writes.next().expect("both boxes have the same number of elements");
-        }
-        let len = (read.end - read.start).min(write.end - write.start);
-        let bytes = |start: u64| start as usize * element_bytes..(start + len) as usize * element_bytes;
-        target[bytes(write.start)].copy_from_slice(&source[bytes(read.start)]);
-        read.start += len;
-        write.start += len;
+    let bytes = |run: Range<u64>| run.start as usize * element_bytes..run.end as usize * element_bytes;
+    for (read, write) in paired_runs(from.region, from.shape, to.region, to.shape) {
+        target[bytes(write)].copy_from_slice(&source[bytes(read)]);
     }
 }
 

@@ -262,7 +262,8 @@ impl Store {
 
     /// The name of `path` in messages.
     pub(crate) fn full_name(&self, path: &str) -> String {
-        format!("{}/{path}", self.name.trim_end_matches('/'))
+        let separator = if self.name.ends_with('/') { "" } else { "/" };
+        format!("{}{separator}{path}", self.name)
     }
 
     fn error(
@@ -277,6 +278,11 @@ impl Store {
 
     /// Names of the folders directly under the root.
     pub(crate) fn folders(&self) -> Result<Vec<String>, StoreError> {
+        if let Some(root) = &self.local {
+            // The client lists nothing, and says nothing, where the folder is gone.
+            std::fs::read_dir(root.as_path())
+                .map_err(|source| self.error("listing", "", None)(of_io(source)))?;
+        }
         let listed = RUNTIME
             .block_on(self.client.list_with_delimiter(None))
             .map_err(self.error("listing", "", None))?;
@@ -326,8 +332,7 @@ impl Store {
             if found.len() as u64 != bytes {
                 let source =
                     io::Error::new(io::ErrorKind::UnexpectedEof, format!("{} bytes came", found.len()));
-                let source = object_store::Error::Generic { store: "ckpt", source: Box::new(source) };
-                return Err(self.error("reading", &path, Some(bytes))(source));
+                return Err(self.error("reading", &path, Some(bytes))(of_io(source)));
             }
             Ok(found)
         };
@@ -450,6 +455,10 @@ async fn join_part(parts: &mut JoinSet<object_store::Result<()>>) -> object_stor
         Some(joined) => joined?,
         None => Ok(()),
     }
+}
+
+fn of_io(source: io::Error) -> object_store::Error {
+    object_store::Error::Generic { store: "ckpt", source: Box::new(source) }
 }
 
 fn make_folder(path: &std::path::Path) -> io::Result<()> {

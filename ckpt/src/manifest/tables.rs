@@ -323,8 +323,8 @@ fn decode(file: Bytes, expected: &Schema) -> Result<Vec<RecordBatch>, TableFault
     let mut batches = Vec::new();
     for block in footer.recordBatches().into_iter().flatten() {
         let bytes = block_bytes(&data, block).ok_or(malformed("a batch lies outside the file"))?;
-        if !fits_its_block(&bytes, block) {
-            return Err(malformed("a column lies outside its batch"));
+        if !fits_its_block(&bytes, block, expected) {
+            return Err(malformed("a column does not fit its batch"));
         }
         let batch = decoder.read_record_batch(block, &bytes)?.ok_or(malformed("a batch is missing"))?;
         let has_nulls =
@@ -344,25 +344,41 @@ fn block_bytes(data: &Buffer, block: &Block) -> Option<Buffer> {
     (offset.checked_add(len)? <= data.len()).then(|| data.slice_with_length(offset, len))
 }
 
-/// Whether all that the message of a batch claims lies in the body behind it.
-fn fits_its_block(bytes: &Buffer, block: &Block) -> bool {
+/// Whether all that the message of a batch claims lies in the body behind it and has the sizes that the schema asks for.
+fn fits_its_block(bytes: &Buffer, block: &Block, schema: &Schema) -> bool {
     const PREFIX: usize = 8;
     let metadata = block.metaDataLength() as usize;
     let Some(message) = bytes.get(PREFIX..metadata).and_then(|message| root_as_message(message).ok()) else {
         return false;
     };
     let Some(batch) = message.header_as_record_batch() else { return false };
+    let (Some(nodes), Some(buffers)) = (batch.nodes(), batch.buffers()) else { return false };
     let body = block.bodyLength();
     // The narrowest column takes a byte a row.
     let countable = |count: i64| (0..=body).contains(&count);
-    let nodes_fit = |node: &arrow_ipc::FieldNode| countable(node.length()) && countable(node.null_count());
-    let buffers_fit = |buffer: &arrow_ipc::Buffer| {
+    let mut widths = Vec::new();
+    schema.fields().iter().for_each(|field| push_buffer_widths(field.data_type(), &mut widths));
+    let buffer_fits = |(buffer, width): (&arrow_ipc::Buffer, &i64)| {
         countable(buffer.offset())
             && countable(buffer.length())
-            && buffer.offset().checked_add(buffer.length()).is_some_and(countable)
+            && countable(buffer.offset() + buffer.length())
+            && buffer.length() % width == 0
     };
     bytes.starts_with(&[0xFF; 4])
         && countable(batch.length())
-        && batch.nodes().into_iter().flatten().all(nodes_fit)
-        && batch.buffers().into_iter().flatten().all(buffers_fit)
+        && nodes.iter().all(|node| countable(node.length()) && countable(node.null_count()))
+        && buffers.len() == widths.len()
+        && buffers.iter().zip(&widths).all(buffer_fits)
+}
+
+/// Bytes of one item of each buffer of a column: validity first, then offsets, then values.
+fn push_buffer_widths(data_type: &DataType, widths: &mut Vec<i64>) {
+    match data_type {
+        DataType::List(item) => {
+            widths.extend([1, 4]);
+            push_buffer_widths(item.data_type(), widths);
+        }
+        DataType::Utf8 => widths.extend([1, 4, 1]),
+        other => widths.extend([1, other.primitive_width().unwrap_or(1) as i64]),
+    }
 }

@@ -66,21 +66,21 @@ impl FaultyStore {
 }
 
 impl Plan {
-    fn next(&self, path: &Path) -> Result<Fate> {
+    fn next(&self, path: &Path, bytes: usize) -> Result<Fate> {
         let write = self.writes.fetch_add(1, Ordering::SeqCst);
         Ok(match *self.trouble.lock().expect("no test panics while it holds this") {
             Trouble::FailAt(at) if write == at => Fate::Fails,
             Trouble::StopAt(at) if write >= at => Fate::Fails,
             Trouble::LoseAnswerAt(at) if write == at => Fate::LosesAnswer,
-            Trouble::FullFor(text) if path.as_ref().contains(text) => {
+            Trouble::FullFor(text) if bytes > 0 && path.as_ref().contains(text) => {
                 return Err(failure(io::ErrorKind::StorageFull.into()));
             }
             _ => Fate::Happens,
         })
     }
 
-    async fn run<T>(&self, path: &Path, write: impl Future<Output = Result<T>>) -> Result<T> {
-        let fate = self.next(path)?;
+    async fn run<T>(&self, path: &Path, bytes: usize, write: impl Future<Output = Result<T>>) -> Result<T> {
+        let fate = self.next(path, bytes)?;
         if fate == Fate::Fails {
             return Err(failure(io::Error::other("this write was to fail")));
         }
@@ -106,7 +106,8 @@ impl fmt::Display for FaultyStore {
 #[async_trait::async_trait]
 impl ObjectStore for FaultyStore {
     async fn put_opts(&self, location: &Path, payload: PutPayload, opts: PutOptions) -> Result<PutResult> {
-        self.plan.run(location, self.inner.put_opts(location, payload, opts)).await
+        let bytes = payload.content_length();
+        self.plan.run(location, bytes, self.inner.put_opts(location, payload, opts)).await
     }
 
     async fn put_multipart_opts(
@@ -114,7 +115,7 @@ impl ObjectStore for FaultyStore {
         location: &Path,
         opts: PutMultipartOptions,
     ) -> Result<Box<dyn MultipartUpload>> {
-        let upload = self.plan.run(location, self.inner.put_multipart_opts(location, opts)).await?;
+        let upload = self.plan.run(location, 0, self.inner.put_multipart_opts(location, opts)).await?;
         Ok(Box::new(FaultyUpload { upload, plan: Arc::clone(&self.plan), location: location.clone() }))
     }
 
@@ -129,7 +130,7 @@ impl ObjectStore for FaultyStore {
                 let (inner, plan) = (Arc::clone(&inner), Arc::clone(&plan));
                 async move {
                     let location = location?;
-                    plan.run(&location, inner.delete(&location)).await?;
+                    plan.run(&location, 0, inner.delete(&location)).await?;
                     Ok(location)
                 }
             })
@@ -145,11 +146,11 @@ impl ObjectStore for FaultyStore {
     }
 
     async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
-        self.plan.run(to, self.inner.copy_opts(from, to, options)).await
+        self.plan.run(to, 0, self.inner.copy_opts(from, to, options)).await
     }
 
     async fn rename_opts(&self, from: &Path, to: &Path, options: RenameOptions) -> Result<()> {
-        self.plan.run(to, self.inner.rename_opts(from, to, options)).await
+        self.plan.run(to, 0, self.inner.rename_opts(from, to, options)).await
     }
 }
 
@@ -163,16 +164,17 @@ struct FaultyUpload {
 #[async_trait::async_trait]
 impl MultipartUpload for FaultyUpload {
     fn put_part(&mut self, data: PutPayload) -> UploadPart {
-        let (part, plan, location) =
-            (self.upload.put_part(data), Arc::clone(&self.plan), self.location.clone());
-        Box::pin(async move { plan.run(&location, part).await })
+        let bytes = data.content_length();
+        let (plan, location) = (Arc::clone(&self.plan), self.location.clone());
+        let part = self.upload.put_part(data);
+        Box::pin(async move { plan.run(&location, bytes, part).await })
     }
 
     async fn complete(&mut self) -> Result<PutResult> {
-        self.plan.run(&self.location, self.upload.complete()).await
+        self.plan.run(&self.location, 0, self.upload.complete()).await
     }
 
     async fn abort(&mut self) -> Result<()> {
-        self.plan.run(&self.location, self.upload.abort()).await
+        self.plan.run(&self.location, 0, self.upload.abort()).await
     }
 }

@@ -1,4 +1,10 @@
 //! Checkpoints of small states whose every element tells where it belongs.
 
+mod broken;
+mod faults;
+mod files;
+mod keys;
+mod plans;
 mod round_trip;
 mod support;
+mod two_runs;
