@@ -36,23 +36,13 @@ pub(crate) struct Moments {
 }
 
 impl Moments {
-    /// Of no element.
-    pub(crate) const NONE: Moments =
-        Moments { min: f64::INFINITY, max: f64::NEG_INFINITY, sum: 0.0, finite: 0, nonfinite: 0 };
-
     /// Of these elements; none if the type has no statistics.
     pub(crate) fn of(dtype: DType, bytes: &[u8]) -> Option<Moments> {
         Some(match dtype {
-            DType::F32 => {
-                of_values(bytes.as_chunks().0.iter().map(|bits| f64::from(f32::from_le_bytes(*bits))))
-            }
-            DType::F64 => of_values(bytes.as_chunks().0.iter().map(|bits| f64::from_le_bytes(*bits))),
-            DType::Bf16 => {
-                of_values(bytes.as_chunks().0.iter().map(|bits| bf16::from_le_bytes(*bits).to_f64()))
-            }
-            DType::F16 => {
-                of_values(bytes.as_chunks().0.iter().map(|bits| f16::from_le_bytes(*bits).to_f64()))
-            }
+            DType::F32 => of_values(bytes.as_chunks().0, |bits| f64::from(f32::from_le_bytes(bits))),
+            DType::F64 => of_values(bytes.as_chunks().0, f64::from_le_bytes),
+            DType::Bf16 => of_values(bytes.as_chunks().0, |bits| bf16::from_le_bytes(bits).to_f64()),
+            DType::F16 => of_values(bytes.as_chunks().0, |bits| f16::from_le_bytes(bits).to_f64()),
             _ => return None,
         })
     }
@@ -75,18 +65,32 @@ impl Moments {
     }
 }
 
-fn of_values(values: impl Iterator<Item = f64>) -> Moments {
-    values.fold(Moments::NONE, |mut moments, value| {
-        if value.is_finite() {
-            moments.min = moments.min.min(value);
-            moments.max = moments.max.max(value);
-            moments.sum += value;
-            moments.finite += 1;
-        } else {
-            moments.nonfinite += 1;
-        }
-        moments
-    })
+/// In eight lanes without a branch, so that the compiler can use vectors.
+fn of_values<const WIDTH: usize>(elements: &[[u8; WIDTH]], value: impl Fn([u8; WIDTH]) -> f64) -> Moments {
+    const LANES: usize = 8;
+    let (mut min, mut max, mut sum) = ([f64::INFINITY; LANES], [f64::NEG_INFINITY; LANES], [0.0; LANES]);
+    let mut finite = [0u64; LANES];
+    let mut add = |lane: usize, value: f64| {
+        let is_finite = value.abs() <= f64::MAX;
+        let or = |other: f64| if is_finite { value } else { other };
+        min[lane] = if or(f64::INFINITY) < min[lane] { value } else { min[lane] };
+        max[lane] = if or(f64::NEG_INFINITY) > max[lane] { value } else { max[lane] };
+        sum[lane] += or(0.0);
+        finite[lane] += u64::from(is_finite);
+    };
+    let (groups, rest) = elements.as_chunks::<LANES>();
+    for group in groups {
+        group.iter().enumerate().for_each(|(lane, element)| add(lane, value(*element)));
+    }
+    rest.iter().enumerate().for_each(|(lane, element)| add(lane, value(*element)));
+    let finite: u64 = finite.iter().sum();
+    Moments {
+        min: min.into_iter().fold(f64::INFINITY, f64::min),
+        max: max.into_iter().fold(f64::NEG_INFINITY, f64::max),
+        sum: sum.iter().sum(),
+        finite,
+        nonfinite: elements.len() as u64 - finite,
+    }
 }
 
 /// JSON has no infinities, and a part of no finite element has some.

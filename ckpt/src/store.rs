@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
 use tokio::runtime::Runtime;
-use tokio::task::JoinSet;
+use tokio::task::{JoinHandle, JoinSet};
 
 /// Bytes of one uploaded part.
 const PART_BYTES: usize = 8 << 20;
@@ -454,6 +454,21 @@ async fn join_part(parts: &mut JoinSet<object_store::Result<()>>) -> object_stor
     match parts.join_next().await {
         Some(joined) => joined?,
         None => Ok(()),
+    }
+}
+
+/// Work for a processor, beside the caller.
+pub(crate) struct Task<T>(JoinHandle<T>);
+
+impl<T: Send + 'static> Task<T> {
+    /// Starts it; the caller bounds how many there are.
+    pub(crate) fn spawn(work: impl FnOnce() -> T + Send + 'static) -> Task<T> {
+        Task(RUNTIME.spawn_blocking(work))
+    }
+
+    /// Its result.
+    pub(crate) fn wait(self) -> T {
+        RUNTIME.block_on(self.0).expect("the work does not panic, and the runtime outlives it")
     }
 }
 

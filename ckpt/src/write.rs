@@ -5,11 +5,12 @@ use crate::fingerprint::Fingerprint;
 use crate::manifest::FileEntry;
 use crate::plan::SavePlan;
 use crate::statistics::Moments;
-use crate::store::{Store, StoreError, Upload};
+use crate::store::{IN_FLIGHT, Store, StoreError, Task, Upload};
 use bytes::Bytes;
 use crc_fast::{CrcAlgorithm, Digest};
 use mesh::{Rank, Region, StateTable, TensorKey};
 use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
 use std::error::Error;
 
 /// Packs are closed before they grow beyond this.
@@ -82,6 +83,7 @@ pub(crate) fn write_packs(
     }
 }
 
+/// Reads, on this thread, one chunk after another; sums over the last few run beside it.
 fn write_chunks(
     packs: &mut Packs<'_>,
     table: &StateTable,
@@ -90,23 +92,46 @@ fn write_chunks(
     read: &mut ReadState<'_>,
 ) -> Result<Vec<WrittenChunk>, WriteError> {
     let mut written = Vec::new();
+    let mut summing: VecDeque<Task<Summed>> = VecDeque::with_capacity(IN_FLIGHT);
     for (index, chunk) in plan.chunks_of(rank) {
+        if summing.len() == IN_FLIGHT
+            && let Some(first) = summing.pop_front()
+        {
+            written.push(packs.append(first.wait())?);
+        }
         let entry = &table.entries()[chunk.entry];
-        let shape = entry.placement.shape();
         let mut raw = vec![0; chunk.raw_bytes as usize];
         read(chunk.entry, &chunk.local, &mut raw).map_err(|source| WriteError::State {
             key: entry.key.clone(),
             region: chunk.region.clone(),
             source,
         })?;
-        let fingerprint = Fingerprint::of_region(&entry.key, entry.dtype, &shape, &chunk.region, &raw);
-        let moments = Moments::of(entry.dtype, &raw);
-        let checksums = checksums(&raw);
-        let is_slab = shape.numel() * (entry.dtype.size_bytes() as u64) < SLAB_TENSOR_BYTES;
-        let (pack, offset) = packs.append(raw.into(), is_slab)?;
-        written.push(WrittenChunk { chunk: index, pack, offset, checksums, fingerprint, moments });
+        let (key, dtype, shape, region) =
+            (entry.key.clone(), entry.dtype, entry.placement.shape(), chunk.region.clone());
+        summing.push_back(Task::spawn(move || Summed {
+            chunk: index,
+            is_slab: shape.numel() * (dtype.size_bytes() as u64) < SLAB_TENSOR_BYTES,
+            checksums: checksums(&raw),
+            fingerprint: Fingerprint::of_region(&key, dtype, &shape, &region, &raw),
+            moments: Moments::of(dtype, &raw),
+            raw: raw.into(),
+        }));
+    }
+    for task in summing {
+        written.push(packs.append(task.wait())?);
     }
     Ok(written)
+}
+
+/// A chunk and all sums over it.
+struct Summed {
+    /// Index in the plan.
+    chunk: usize,
+    is_slab: bool,
+    raw: Bytes,
+    checksums: ChunkChecksums,
+    fingerprint: Fingerprint,
+    moments: Option<Moments>,
 }
 
 /// The packs of one rank.
@@ -127,13 +152,14 @@ struct Pack {
 }
 
 impl Packs<'_> {
-    /// Puts a chunk behind the others; returns its pack's index and its offset there.
-    fn append(&mut self, chunk: Bytes, is_slab: bool) -> Result<(usize, u64), StoreError> {
+    /// Puts a chunk behind the others.
+    fn append(&mut self, chunk: Summed) -> Result<WrittenChunk, StoreError> {
+        let Summed { chunk, is_slab, raw, checksums, fingerprint, moments } = chunk;
         let offset_in = |pack: &Pack| {
             let align = if is_slab && pack.ends_in_slab { SLAB_ALIGN_BYTES } else { PAGE_BYTES };
             pack.bytes.next_multiple_of(align)
         };
-        let len = chunk.len() as u64;
+        let len = raw.len() as u64;
         if self.open.as_ref().is_some_and(|pack| offset_in(pack) + len > PACK_BYTES_MAX) {
             self.close()?;
         }
@@ -148,13 +174,13 @@ impl Packs<'_> {
         };
         let offset = offset_in(pack);
         let gap = Bytes::from_static(&ZEROS[..(offset - pack.bytes) as usize]);
-        for bytes in [gap, chunk] {
+        for bytes in [gap, raw] {
             pack.crc64.update(&bytes);
             pack.bytes += bytes.len() as u64;
             pack.upload.append(bytes)?;
         }
         pack.ends_in_slab = is_slab;
-        Ok((self.closed.len(), offset))
+        Ok(WrittenChunk { chunk, pack: self.closed.len(), offset, checksums, fingerprint, moments })
     }
 
     fn close(&mut self) -> Result<(), StoreError> {

@@ -86,6 +86,8 @@ struct Owned {
     region: Region,
     /// Ascending by rank.
     holders: Vec<(Rank, Region)>,
+    /// Number of the set of its holders.
+    set: usize,
 }
 
 /// The chunks of `table` on the ranks of `groups`, each given to one of the ranks that hold it.
@@ -98,57 +100,70 @@ struct Owned {
 pub fn plan_save(table: &StateTable, groups: &Arc<GroupTable>) -> Result<SavePlan, SavePlanError> {
     let mut by_placement: HashMap<&Placement, usize> = HashMap::new();
     let mut divisions: Vec<Vec<Owned>> = Vec::new();
-    // Which chunks compete for the same writers: the set's number, its members, and the chunks.
-    let mut holder_sets: HashMap<Vec<Rank>, usize> = HashMap::new();
-    let mut chunks: Vec<PlannedChunk> = Vec::new();
-    let mut origin: Vec<ChunkOrigin> = Vec::new();
+    let mut sets = HolderSets::default();
+    let mut drafts: Vec<Draft> = Vec::new();
     for (entry, state) in table.entries().iter().enumerate() {
         let division = match by_placement.get(&state.placement) {
             Some(division) => *division,
             None => {
-                divisions.push(divide(&state.key, &state.placement, groups)?);
+                divisions.push(divide(&state.key, &state.placement, groups, &mut sets)?);
                 by_placement.insert(&state.placement, divisions.len() - 1);
                 divisions.len() - 1
             }
         };
         let element_bytes = state.dtype.size_bytes() as u64;
         for (shard, owned) in divisions[division].iter().enumerate() {
-            let ranks = owned.holders.iter().map(|(rank, _)| *rank).collect();
-            let num_sets = holder_sets.len();
-            let set = *holder_sets.entry(ranks).or_insert(num_sets);
-            for region in cut(&owned.region, element_bytes) {
-                origin.push(ChunkOrigin { division, shard, set });
-                chunks.push(PlannedChunk {
-                    entry,
-                    raw_bytes: region.numel() * element_bytes,
-                    local: region.clone(),
-                    region,
-                    writer: owned.holders[0].0,
-                });
-            }
+            let draft = |region: Region| Draft {
+                entry,
+                raw_bytes: region.numel() * element_bytes,
+                region,
+                division,
+                shard,
+                set: owned.set,
+            };
+            drafts.extend(cut(&owned.region, element_bytes).into_iter().map(draft));
         }
     }
-    let mut sets: Vec<Vec<Rank>> = vec![Vec::new(); holder_sets.len()];
-    for (ranks, set) in holder_sets {
-        sets[set] = ranks;
-    }
-    choose_writers(&mut chunks, &origin, &sets);
-    for (chunk, origin) in chunks.iter_mut().zip(&origin) {
-        let owned = &divisions[origin.division][origin.shard];
-        let at = owned.holders.binary_search_by_key(&chunk.writer, |(rank, _)| *rank);
-        let (_, local) = &owned.holders[at.expect("the writer is one of the holders")];
-        chunk.local = chunk.region.relative_to(&owned.region).shifted_by(local.lo());
-    }
-    chunks.sort_by(|a, b| (a.entry, a.region.lo()).cmp(&(b.entry, b.region.lo())));
-    Ok(SavePlan { chunks })
+    drafts.sort_by(|a, b| (a.entry, a.region.lo()).cmp(&(b.entry, b.region.lo())));
+    let writers = choose_writers(&drafts, &sets.members);
+    let planned = |(draft, writer): (Draft, Rank)| {
+        let owned = &divisions[draft.division][draft.shard];
+        let at = owned.holders.binary_search_by_key(&writer, |(rank, _)| *rank);
+        let (_, held) = &owned.holders[at.expect("the writer is one of the holders")];
+        let local = draft.region.relative_to(&owned.region).shifted_by(held.lo());
+        PlannedChunk { entry: draft.entry, region: draft.region, raw_bytes: draft.raw_bytes, writer, local }
+    };
+    Ok(SavePlan { chunks: drafts.into_iter().zip(writers).map(planned).collect() })
 }
 
-/// Which shard of which division a chunk is cut from, and the number of its set of holders.
-#[derive(Clone, Copy)]
-struct ChunkOrigin {
+/// A chunk that has no writer yet.
+struct Draft {
+    entry: usize,
+    region: Region,
+    raw_bytes: u64,
+    /// Which division it is cut from, and which shard of that.
     division: usize,
     shard: usize,
+    /// Number of the set of its holders.
     set: usize,
+}
+
+/// Distinct sets of holders, numbered; chunks of one set compete for the same writers.
+#[derive(Default)]
+struct HolderSets {
+    numbers: HashMap<Vec<Rank>, usize>,
+    /// By number.
+    members: Vec<Vec<Rank>>,
+}
+
+impl HolderSets {
+    fn number_of(&mut self, holders: &[(Rank, Region)]) -> usize {
+        let ranks: Vec<Rank> = holders.iter().map(|(rank, _)| *rank).collect();
+        *self.numbers.entry(ranks).or_insert_with_key(|ranks| {
+            self.members.push(ranks.clone());
+            self.members.len() - 1
+        })
+    }
 }
 
 /// The distinct shards of one placement with their holders; the main replicas are proved to tile the tensor.
@@ -156,6 +171,7 @@ fn divide(
     key: &TensorKey,
     placement: &Placement,
     groups: &Arc<GroupTable>,
+    sets: &mut HolderSets,
 ) -> Result<Vec<Owned>, SavePlanError> {
     let mut owned: Vec<Owned> = Vec::new();
     let mut mains: Vec<(Rank, Region)> = Vec::new();
@@ -187,10 +203,12 @@ fn divide(
             SavePlanError::NoOwner { key: key.clone(), missing, total: shape.numel() }
         }
     })?;
+    // Ascending, so that sorting what is cut from them has little to do.
+    mains.sort_by(|(_, a), (_, b)| a.cmp(b));
     let mut index: HashMap<Region, usize> = HashMap::new();
     for (_, region) in mains {
         index.insert(region.clone(), owned.len());
-        owned.push(Owned { region, holders: Vec::new() });
+        owned.push(Owned { region, holders: Vec::new(), set: 0 });
     }
     for (rank, held) in copies {
         for piece in held.pieces {
@@ -198,6 +216,9 @@ fn divide(
                 owned[*at].holders.push((rank, piece.local));
             }
         }
+    }
+    for owned in &mut owned {
+        owned.set = sets.number_of(&owned.holders);
     }
     Ok(owned)
 }
@@ -227,26 +248,24 @@ fn cut_from(region: &Region, dim: usize, element_bytes: u64, done: &mut Vec<Regi
     }
 }
 
-fn choose_writers(chunks: &mut [PlannedChunk], origin: &[ChunkOrigin], sets: &[Vec<Rank>]) {
-    let mut order: Vec<usize> = (0..chunks.len()).collect();
-    let place = |at: &usize| {
-        let chunk = &chunks[*at];
-        (sets[origin[*at].set].len(), Reverse(chunk.raw_bytes), chunk.entry, chunk.region.lo())
-    };
-    order.sort_by(|a, b| place(a).cmp(&place(b)));
+/// The writer of each of `drafts`, which are sorted by (entry, first corner).
+fn choose_writers(drafts: &[Draft], sets: &[Vec<Rank>]) -> Vec<Rank> {
+    let mut order: Vec<usize> = (0..drafts.len()).collect();
+    order.sort_by_key(|at| (sets[drafts[*at].set].len(), Reverse(drafts[*at].raw_bytes)));
+    let mut writers = vec![Rank(0); drafts.len()];
     // Loads only grow, so a heap entry is a lower bound: the top is right once it says the rank's load of now.
     let mut loads: HashMap<Rank, u64> = HashMap::new();
     let new_heap = |ranks: &Vec<Rank>| ranks.iter().map(|rank| Reverse((0u64, *rank))).collect();
     let mut least_loaded: Vec<BinaryHeap<Reverse<(u64, Rank)>>> = sets.iter().map(new_heap).collect();
     for at in order {
-        let heap = &mut least_loaded[origin[at].set];
-        chunks[at].writer = loop {
+        let heap = &mut least_loaded[drafts[at].set];
+        writers[at] = loop {
             let mut top = heap.peek_mut().expect("every shard has a holder");
             let Reverse((believed, rank)) = *top;
             let load = loads.entry(rank).or_default();
             let is_right = believed == *load;
             if is_right {
-                *load += chunks[at].raw_bytes;
+                *load += drafts[at].raw_bytes;
             }
             *top = Reverse((*load, rank));
             if is_right {
@@ -254,6 +273,7 @@ fn choose_writers(chunks: &mut [PlannedChunk], origin: &[ChunkOrigin], sets: &[V
             }
         };
     }
+    writers
 }
 
 impl SavePlan {
