@@ -135,10 +135,8 @@ fn create_commit(store: &Store, commit: &Commit) -> Result<(), PublishError> {
             return Err(match found {
                 Err(OpenError::NoCommit { .. }) => error.into(),
                 Ok(found) if !is_ours(&found) => error.into(),
-                _ => match store.delete(&path) {
-                    Ok(()) => error.into(),
-                    Err(_) => PublishError::Unknown { step, source: error },
-                },
+                Ok(_) if store.delete(&path).is_ok() => error.into(),
+                _ => PublishError::Unknown { step, source: error },
             });
         }
     }

@@ -31,6 +31,8 @@ static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| {
 });
 
 /// A root under which checkpoints lie, on local disk or in memory. Cheap to clone; clones share what they hold.
+///
+/// Calls block, and must not be made from within an async task.
 #[derive(Clone, Debug)]
 pub struct Store {
     client: Arc<dyn ObjectStore>,

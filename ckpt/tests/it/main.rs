@@ -4,6 +4,7 @@ mod broken;
 mod faults;
 mod files;
 mod keys;
+mod kill;
 mod plans;
 mod round_trip;
 mod support;
