@@ -298,6 +298,13 @@ impl ParallelLayout {
         RuntimeCp(self.sizes.cp.0 * self.sizes.gtp_sequence_shards)
     }
 
+    /// Sizes of all axes in the order of [`Axis`]. Layouts with equal ones have the same coordinates, whatever their rank
+    /// order.
+    pub fn axis_sizes(&self) -> [u32; 6] {
+        use Axis::*;
+        [Tp, Seq, Bat, Cp, Dp, Pp].map(|axis| self.grid().size(axis))
+    }
+
     /// The ranks as a grid.
     pub fn grid(&self) -> Grid {
         let s = &self.sizes;

@@ -1,1 +1,15 @@
-//! reshard
+//! What state becomes elsewhere.
+//!
+//! Loading under another layout needs nothing from here: `ckpt` intersects boxes with boxes, whatever the layouts.
+//! [`plan_layout_change`] says beforehand what such a load will come to. It reads no data.
+//!
+//! This crate knows neither devices nor training.
+
+#![forbid(unsafe_code)]
+
+mod plan;
+
+pub use plan::{
+    Bytes, CutChange, LayoutChange, NumberChange, RandomStreams, RankChange, TensorChange, UndividedTensor,
+    plan_layout_change,
+};

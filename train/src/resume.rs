@@ -523,7 +523,7 @@ fn load_streams(
     };
     let coordinate =
         [GroupKind::Pp, GroupKind::Tp, GroupKind::DpCpGtpRemat].map(|kind| groups.position(kind).0);
-    let same_grid = axis_sizes(&commit.layout) == axis_sizes(trainer.config().parallel.layout());
+    let same_grid = commit.layout.axis_sizes() == trainer.config().parallel.layout().axis_sizes();
     let exists = coordinate.iter().zip(stored.shape.dims()).all(|(at, extent)| u64::from(*at) < *extent);
     let [pp, tp, position] = coordinate;
     if !same_grid && resume.rng_policy == RngPolicy::Strict {
@@ -551,17 +551,6 @@ fn load_streams(
         kept => format!("{kept} ranks kept their random streams, {} derived new ones", all - kept),
     };
     Ok(Continued { level: !drawn, note: Some(note) })
-}
-
-fn axis_sizes(layout: &ParallelLayout) -> [u32; 6] {
-    [
-        layout.pp(),
-        layout.tp(),
-        layout.gtp_sequence_shards(),
-        layout.gtp_batch_shards(),
-        layout.configured_cp().0,
-        layout.dp(),
-    ]
 }
 
 /// Whether any saved stream was ever drawn from.
