@@ -3,6 +3,7 @@
 #![allow(unreachable_pub)] // one crate: what a module shares with its neighbours is `pub`
 
 mod anchor;
+mod architecture;
 mod cli;
 mod layouts;
 mod mutations;
