@@ -4,4 +4,5 @@ pub(crate) mod digest;
 pub(crate) mod inspect;
 pub(crate) mod ls;
 pub(crate) mod tokenize;
+pub(crate) mod train;
 pub(crate) mod verify;

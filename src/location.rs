@@ -1,7 +1,7 @@
 //! `CKPT` on the command line: `RUN`, `RUN@STEP`, `RUN@latest`, or the folder of one step.
 
 use crate::output::Output;
-use ckpt::{Checkpoint, Latest, OpenError, Store};
+use ckpt::{Checkpoint, Store};
 use std::convert::Infallible;
 use std::str::FromStr;
 
@@ -44,22 +44,16 @@ impl Location {
         let store = Store::open(&self.run)?;
         Ok(match self.step {
             Some(step) => store.checkpoint(step)?,
-            None => take_latest(store.latest(None)?, output).require(&store)?,
+            None => {
+                let latest = store.latest(None)?;
+                // Where there is none to take, the error says what was passed over.
+                if latest.checkpoint.is_some() {
+                    latest.passed_over.iter().for_each(|passed| output.note(passed));
+                }
+                latest.require(&store)?
+            }
         })
     }
-}
-
-/// Says what was passed over where a checkpoint was found; where none was, the error does.
-pub(crate) fn take_latest(latest: Latest, output: &Output) -> Latest {
-    if latest.checkpoint.is_some() {
-        latest.passed_over.iter().for_each(|passed| output.note(passed));
-    }
-    latest
-}
-
-/// Whether this error says that a checkpoint is damaged, not that it is absent or cannot be reached.
-pub(crate) fn is_damage(error: &anyhow::Error) -> bool {
-    error.downcast_ref::<OpenError>().is_some_and(OpenError::is_damage)
 }
 
 #[cfg(test)]

@@ -2,8 +2,10 @@
 //!
 //! A command's result goes to stdout, everything else to stderr; the exit codes are listed in `docs/cli.md`.
 
+mod args;
 mod commands;
 mod location;
+mod metrics;
 mod output;
 mod report;
 
@@ -23,6 +25,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Train, and go on from the newest checkpoint in --save under whatever layout
+    Train(Box<commands::train::TrainCommand>),
     /// Prepare data
     #[command(subcommand)]
     Data(DataCommand),
@@ -32,7 +36,7 @@ enum Command {
     Ls(commands::ls::LsArgs),
     /// Check a checkpoint; exit code 1 if anything is wrong with it
     Verify(commands::verify::VerifyArgs),
-    /// Print the SHA-256 of every whole tensor, the same under every layout
+    /// Print the SHA-256 of every whole tensor of model and optimizer, the same under every layout
     Digest(commands::digest::DigestArgs),
 }
 
@@ -49,6 +53,7 @@ fn main() -> ExitCode {
     };
     let output = cli.output.output();
     let done = match cli.command {
+        Command::Train(command) => commands::train::run(*command, &output),
         Command::Data(DataCommand::Tokenize(args)) => commands::tokenize::run(&args, &output),
         Command::Inspect(args) => commands::inspect::run(&args, &output),
         Command::Ls(args) => commands::ls::run(&args, &output),

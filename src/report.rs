@@ -7,7 +7,10 @@ use std::error::Error;
 use std::fmt;
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
+use train::comm::threads::{Reason, WorldError};
 use train::data::TokenFileError;
+use train::resume;
+use train::run::RunError;
 
 /// A command's own refusal, where no library has an error for it.
 #[derive(Debug, thiserror::Error)]
@@ -54,6 +57,9 @@ fn class_of(error: &(dyn Error + 'static)) -> Option<Class> {
             }
         )*};
     }
+    if let Some(run) = error.downcast_ref::<RunError>() {
+        return class_of_run(run);
+    }
     known! {
         mesh::ParallelError => |_| 2;
         train::config::ConfigError => |_| 2;
@@ -64,6 +70,8 @@ fn class_of(error: &(dyn Error + 'static)) -> Option<Class> {
         ckpt::DestinationError => ckpt::DestinationError::exit_code;
         ckpt::LoadPlanError => ckpt::LoadPlanError::exit_code;
         ckpt::LoadError => ckpt::LoadError::exit_code;
+        ckpt::SaveError => ckpt::SaveError::exit_code;
+        train::resume::LoadError => resume_exit;
     }
     if let Some(refusal) = error.downcast_ref::<Refusal>() {
         return Some(Class {
@@ -77,6 +85,68 @@ fn class_of(error: &(dyn Error + 'static)) -> Option<Class> {
         return Some(Class { code: schedule.code().into(), help: Some(help), exit: 2 });
     }
     error.downcast_ref::<io::Error>().map(class_of_io)
+}
+
+/// The class of a run's failure. Its variants are transparent, so what they hold is not in the chain of causes.
+fn class_of_run(error: &RunError) -> Option<Class> {
+    let class =
+        |code: &str, exit, help: &str| Some(Class { code: code.into(), help: Some(help.into()), exit });
+    match error {
+        RunError::Config(error) => class_of(error),
+        RunError::Schedule(error) => class_of(error),
+        RunError::Load(error) => class_of(error),
+        RunError::Tokens(error) => class_of(error),
+        RunError::Save { source, .. } => class_of(source),
+        RunError::Build(_) => class("RM2003", 2, "pick a layout that divides the model"),
+        RunError::EmptyEpoch(_) => class("RM6003", 2, "use --epoch-tail span or pad, or a smaller batch"),
+        RunError::NotFinite { .. } => class(
+            "RM3201",
+            1,
+            "a lower --lr, a longer warm-up or a smaller --clip-grad may help; the last save is intact",
+        ),
+        RunError::Step(_) | RunError::Comm(_) => {
+            class("RM9001", 70, "this is a fault of the program; please report it")
+        }
+    }
+}
+
+fn resume_exit(error: &resume::LoadError) -> u8 {
+    use resume::LoadError;
+    match error {
+        LoadError::Differs { .. }
+        | LoadError::MissingStream { .. }
+        | LoadError::Glob(_)
+        | LoadError::Placement(_) => 2,
+        LoadError::Plan(error) => error.exit_code(),
+        LoadError::Read(error) => error.exit_code(),
+        LoadError::Field { .. } | LoadError::Stream(_) | LoadError::Fingerprint { .. } => 6,
+        LoadError::NotStrict { .. } => 1,
+        LoadError::Comm(_) => 70,
+    }
+}
+
+/// Whether a checkpoint is damaged, not absent or out of reach: another one may be taken instead.
+pub(crate) fn is_damage(error: &anyhow::Error) -> bool {
+    use resume::LoadError;
+    error.chain().any(|cause| match cause.downcast_ref::<RunError>() {
+        Some(RunError::Load(LoadError::Read(error))) => error.is_damage(),
+        Some(RunError::Load(LoadError::Fingerprint { .. } | LoadError::Stream(_))) => true,
+        _ => cause.downcast_ref::<ckpt::OpenError>().is_some_and(ckpt::OpenError::is_damage),
+    })
+}
+
+/// The first rank's failure as an error.
+pub(crate) fn failure(error: WorldError<RunError>) -> anyhow::Error {
+    let rank = error.first.rank;
+    let (code, exit, message) = match error.first.reason {
+        Reason::Error(error) => return error.into(),
+        Reason::Panic(message) => ("RM9002", 101, format!("rank {rank} panicked: {message}")),
+        Reason::NotStarted(reason) => ("RM3202", 8, format!("rank {rank} got no thread: {reason}")),
+        Reason::Silent(error) => ("RM9001", 70, format!("rank {rank}: {error}")),
+    };
+    let help =
+        if exit == 8 { "run with fewer ranks" } else { "this is a fault of the program; please report it" };
+    Refusal { exit, ..Refusal::usage(code, message, help) }.into()
 }
 
 fn token_file_exit(error: &TokenFileError) -> u8 {

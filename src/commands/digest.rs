@@ -1,9 +1,10 @@
-//! `remesh digest`: SHA-256 of every whole logical tensor, whatever the layout it was saved in.
+//! `remesh digest`: SHA-256 of every whole logical tensor of model and optimizer, whatever the layout it was saved in.
+//! Random streams are left out: they are keyed by the coordinates of a layout.
 
 use crate::location::Location;
 use crate::output::Output;
 use ckpt::{BoxIn, Checkpoint, StateSource, StoredTensor, Strictness, copy_box, plan_load};
-use mesh::{Region, ReplicaId, ShardedTensor};
+use mesh::{Region, ReplicaId, ShardedTensor, StateKind};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -38,6 +39,7 @@ struct TensorDigest {
 pub(crate) fn run(args: &DigestArgs, output: &Output) -> anyhow::Result<ExitCode> {
     let checkpoint = args.checkpoint.open(output)?;
     let tensors = checkpoint.catalog().tensors().iter();
+    let tensors = tensors.filter(|tensor| matches!(tensor.kind, StateKind::Model | StateKind::Optimizer));
     let digests = tensors.map(|tensor| Ok((tensor.key.to_string(), digest(&checkpoint, tensor)?)));
     output.result(&Digests(digests.collect::<anyhow::Result<_>>()?))?;
     Ok(ExitCode::SUCCESS)

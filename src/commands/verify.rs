@@ -1,7 +1,8 @@
 //! `remesh verify`: whether a checkpoint is as it was written.
 
-use crate::location::{Location, is_damage};
+use crate::location::Location;
 use crate::output::{Output, human_bytes};
+use crate::report::is_damage;
 use serde::Serialize;
 use std::fmt;
 use std::process::ExitCode;

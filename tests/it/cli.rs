@@ -114,3 +114,78 @@ fn a_closed_pipe_ends_quietly() {
     assert_eq!(text(&output.stderr), "");
     assert!(folder.join("tokens.tokenizer.json").exists());
 }
+
+/// A tiny model on bytes; every run of a test adds its own flags.
+const TINY: &str = "--num-layers 1 --hidden-size 16 --ffn-hidden-size 16 --num-attention-heads 2 --seq-length 32 \
+                    --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --train-iters 4 --hidden-dropout 0.1 \
+                    --attention-dropout 0.1 --data-path tokens";
+
+/// A folder with tokens under the prefix `tokens`.
+fn with_tokens() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let words: Vec<u8> = (0..4000u32).map(|i| ((i * i * 7 + i * 3 + (i >> 3)) % 251) as u8).collect();
+    std::fs::write(folder.path().join("a.bin"), words).unwrap();
+    ok(folder.path(), "data tokenize a.bin -o tokens");
+    folder
+}
+
+#[derive(serde::Deserialize, Debug, PartialEq)]
+struct Metrics {
+    step: u64,
+    loss: f64,
+    lr: f64,
+    grad_norm: f64,
+    consumed_samples: u64,
+}
+
+fn metrics(folder: &Path, run: &str) -> Vec<Metrics> {
+    let lines = std::fs::read_to_string(folder.join(run).join("metrics.jsonl")).unwrap();
+    lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn a_run_resumed_under_other_layouts_equals_the_one_that_never_stopped() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let said = ok(folder, &format!("train {TINY} --save straight --save-interval 2"));
+    assert!(said.starts_with("starting afresh, 4 steps\nstep 1/4  loss 5.5"), "{said}");
+    let straight = metrics(folder, "straight");
+    assert_eq!(straight.iter().map(|line| line.step).collect::<Vec<_>>(), [1, 2, 3, 4]);
+    let digest = ok(folder, "digest straight@4 --json");
+    for (name, layout) in [
+        ("cp", "--context-parallel-size 2"),
+        ("seq", "--weight-shards 2 --seq-shards 2"),
+        ("tp", "--tp 2 --sp --nproc-per-node 4"),
+    ] {
+        let said = ok(folder, &format!("train {TINY} {layout} --load straight@2 --save {name}"));
+        let mut lines = said.lines();
+        let resumed = lines.next().unwrap();
+        assert!(
+            resumed.starts_with("resumed step 2 of straight: TP 1 · GTP 1 · CP 1 · DP 1 · world 1 → "),
+            "{resumed}"
+        );
+        assert!(resumed.contains("verified L2 ("), "{resumed}");
+        assert!(lines.next().unwrap().starts_with("step 3/4  loss "), "{said}");
+        assert_eq!(lines.next().unwrap(), "L3 step 3 is bit-identical");
+        assert_eq!(metrics(folder, name), straight[2..], "{name}");
+        assert_eq!(ok(folder, &format!("digest {name} --json")), digest, "{name}");
+    }
+}
+
+#[test]
+fn a_run_goes_on_from_its_own_newest_checkpoint_by_default() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let flags = TINY.replace("--train-iters 4", "--lr-decay-iters 4");
+    ok(folder, &format!("train {flags} --train-iters 3 --save run"));
+    let said = ok(folder, &format!("train {flags} --train-iters 4 --save run"));
+    assert!(said.starts_with("resumed step 3 of run: "), "{said}");
+    assert!(said.contains("L3 step 4 expected; metrics.jsonl has no earlier line of it"), "{said}");
+    ok(folder, &format!("train {flags} --train-iters 4 --save straight"));
+    assert_eq!(metrics(folder, "run"), metrics(folder, "straight"));
+    // Nothing is left to do, and nothing is done.
+    let output = remesh(folder, &format!("train {flags} --train-iters 4 --save run"));
+    assert!(output.status.success());
+    assert_eq!(text(&output.stderr), "nothing to train: 4 of 4 steps are done\n");
+    assert_eq!(metrics(folder, "run").len(), 4);
+}

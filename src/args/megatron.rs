@@ -1,0 +1,238 @@
+//! Megatron's flags that are no setting here: what they ask for happens anyway, or makes no difference to the numbers, or is
+//! refused with the reason. A launch script can be pasted, and nothing in it is ignored in silence.
+
+use crate::report::Refusal;
+use clap::parser::ValueSource;
+use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
+
+/// What a flag comes to.
+#[derive(Clone, Copy, Debug)]
+enum Verdict {
+    /// It is done anyway.
+    Same,
+    /// It is done anyway if the value is one of these; others are refused for the reason.
+    SameFor(&'static [&'static str], &'static str),
+    /// Speed, memory or display elsewhere; no number here depends on it.
+    NoEffect,
+    /// It would change numbers or files in a way that is not there yet.
+    Refused(&'static str),
+}
+
+use Verdict::{NoEffect, Refused, Same, SameFor};
+
+/// Whether a flag takes a value.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Switch,
+    Value,
+}
+
+use Kind::{Switch, Value};
+
+const F32: &str = "the trainer computes in f32 on CPU so far";
+const LLAMA: &str = "the one model so far is Llama-like: RMSNorm, rotary positions, SwiGLU, no biases";
+const STAGE: &str = "the trainer runs one pipeline stage so far";
+const EXPERTS: &str = "there are no experts so far";
+const WHOLE_SAMPLES: &str = "samples are cut across documents without masks so far";
+const KEPT: &str = "every checkpoint is kept so far";
+const FORMAT: &str = "checkpoints are saved in the native format so far";
+const NODES: &str = "ranks are threads of one process so far";
+
+const FLAGS: &[(&str, Kind, Verdict)] = &[
+    // Model.
+    ("swiglu", Switch, Same),
+    ("no-swiglu", Switch, Refused(LLAMA)),
+    ("squared-relu", Switch, Refused(LLAMA)),
+    ("disable-bias-linear", Switch, Same),
+    ("add-bias-linear", Switch, Refused(LLAMA)),
+    ("add-qkv-bias", Switch, Refused(LLAMA)),
+    ("normalization", Value, SameFor(&["RMSNorm"], LLAMA)),
+    ("qk-layernorm", Switch, Refused(LLAMA)),
+    ("apply-layernorm-1p", Switch, Refused(LLAMA)),
+    ("position-embedding-type", Value, SameFor(&["rope"], LLAMA)),
+    ("use-rotary-position-embeddings", Switch, Same),
+    ("no-position-embedding", Switch, Same),
+    ("rotary-percent", Value, SameFor(&["1", "1.0"], LLAMA)),
+    ("rotary-interleaved", Switch, Refused(LLAMA)),
+    ("rotary-seq-len-interpolation-factor", Value, SameFor(&["1"], LLAMA)),
+    ("use-rope-scaling", Switch, Refused(LLAMA)),
+    ("max-position-embeddings", Value, NoEffect),
+    ("make-vocab-size-divisible-by", Value, NoEffect),
+    ("attention-softmax-in-fp32", Switch, Same),
+    ("window-size", Value, Refused(LLAMA)),
+    ("multi-latent-attention", Switch, Refused(LLAMA)),
+    ("num-experts", Value, Refused(EXPERTS)),
+    ("mtp-num-layers", Value, Refused(LLAMA)),
+    // Precision.
+    ("bf16", Switch, Refused(F32)),
+    ("fp16", Switch, Refused(F32)),
+    ("fp8-format", Value, Refused(F32)),
+    ("accumulate-allreduce-grads-in-fp32", Switch, Same),
+    ("loss-scale", Value, Refused(F32)),
+    ("initial-loss-scale", Value, Refused(F32)),
+    // Layout.
+    ("expert-model-parallel-size", Value, SameFor(&["1"], EXPERTS)),
+    ("expert-tensor-parallel-size", Value, SameFor(&["1"], EXPERTS)),
+    ("num-layers-per-virtual-pipeline-stage", Value, Refused(STAGE)),
+    ("num-virtual-stages-per-pipeline-rank", Value, Refused(STAGE)),
+    ("pipeline-model-parallel-layout", Value, Refused(STAGE)),
+    ("hierarchical-context-parallel-sizes", Value, Refused("context parallelism has one level so far")),
+    ("cp-comm-type", Value, NoEffect),
+    ("use-distributed-optimizer", Switch, Same),
+    ("overlap-grad-reduce", Switch, NoEffect),
+    ("overlap-param-gather", Switch, NoEffect),
+    ("tp-comm-overlap", Switch, NoEffect),
+    ("distributed-backend", Value, NoEffect),
+    ("distributed-timeout-minutes", Value, NoEffect),
+    ("nnodes", Value, SameFor(&["1"], NODES)),
+    ("node-rank", Value, SameFor(&["0"], NODES)),
+    ("master-addr", Value, NoEffect),
+    ("master-port", Value, NoEffect),
+    // Training.
+    ("optimizer", Value, SameFor(&["adam"], "the one optimizer so far is AdamW")),
+    ("rampup-batch-size", Value, Refused("the global batch size is constant so far")),
+    ("exit-interval", Value, Refused("SIGUSR1 saves and ends a run; --train-iters ends it")),
+    ("exit-duration-in-mins", Value, Refused("SIGUSR1 saves and ends a run; `timeout -s USR1` sends it")),
+    ("exit-signal-handler", Switch, Same),
+    ("calculate-per-token-loss", Switch, Same),
+    ("override-opt_param-scheduler", Switch, Same),
+    ("eval-iters", Value, SameFor(&["0"], "there is no evaluation so far")),
+    ("eval-interval", Value, NoEffect),
+    ("recompute-activations", Switch, NoEffect),
+    ("recompute-granularity", Value, NoEffect),
+    ("recompute-method", Value, NoEffect),
+    ("recompute-num-layers", Value, NoEffect),
+    ("use-cpu-initialization", Switch, NoEffect),
+    ("deterministic-mode", Switch, Same),
+    // Data.
+    ("tokenizer-type", Value, NoEffect),
+    ("tokenizer-model", Value, NoEffect),
+    ("vocab-file", Value, NoEffect),
+    ("merge-file", Value, NoEffect),
+    ("split", Value, SameFor(&["1,0,0", "100,0,0", "1000,0,0"], "all samples are trained on so far")),
+    ("mock-data", Switch, Refused("`remesh data tokenize` makes data of any file")),
+    ("reset-position-ids", Switch, Refused(WHOLE_SAMPLES)),
+    ("reset-attention-mask", Switch, Refused(WHOLE_SAMPLES)),
+    ("eod-mask-loss", Switch, Refused(WHOLE_SAMPLES)),
+    ("num-workers", Value, NoEffect),
+    ("data-cache-path", Value, NoEffect),
+    ("no-mmap-bin-files", Switch, NoEffect),
+    ("no-create-attention-mask-in-dataloader", Switch, NoEffect),
+    // Checkpoints.
+    ("ckpt-format", Value, SameFor(&["native"], FORMAT)),
+    ("use-dist-ckpt", Switch, Same),
+    ("auto-detect-ckpt-format", Switch, Same),
+    ("ckpt-fully-parallel-save", Switch, Same),
+    ("ckpt-fully-parallel-load", Switch, Same),
+    ("dist-ckpt-optim-fully-reshardable", Switch, Same),
+    (
+        "use-checkpoint-args",
+        Switch,
+        Refused("a resume checks every flag against the checkpoint, and names what differs"),
+    ),
+    ("async-save", Switch, NoEffect),
+    ("no-save-optim", Switch, Refused("a checkpoint holds the whole state so far")),
+    ("no-save-rng", Switch, Refused("a checkpoint holds the whole state so far")),
+    ("most-recent-k", Value, Refused(KEPT)),
+    ("save-retain-interval", Value, Refused(KEPT)),
+    // Speed and display.
+    ("use-mcore-models", Switch, NoEffect),
+    ("transformer-impl", Value, NoEffect),
+    ("use-flash-attn", Switch, NoEffect),
+    ("attention-backend", Value, NoEffect),
+    ("no-masked-softmax-fusion", Switch, NoEffect),
+    ("no-bias-swiglu-fusion", Switch, NoEffect),
+    ("no-bias-dropout-fusion", Switch, NoEffect),
+    ("no-rope-fusion", Switch, NoEffect),
+    ("no-gradient-accumulation-fusion", Switch, NoEffect),
+    ("cross-entropy-loss-fusion", Switch, NoEffect),
+    ("no-async-tensor-model-parallel-allreduce", Switch, NoEffect),
+    ("manual-gc", Switch, NoEffect),
+    ("manual-gc-interval", Value, NoEffect),
+    ("empty-unused-memory-level", Value, NoEffect),
+    ("tensorboard-dir", Value, NoEffect),
+    ("tensorboard-log-interval", Value, NoEffect),
+    ("tensorboard-queue-size", Value, NoEffect),
+    ("log-timers-to-tensorboard", Switch, NoEffect),
+    ("log-validation-ppl-to-tensorboard", Switch, NoEffect),
+    ("log-memory-to-tensorboard", Switch, NoEffect),
+    ("log-throughput", Switch, NoEffect),
+    ("log-params-norm", Switch, NoEffect),
+    ("log-num-zeros-in-grad", Switch, NoEffect),
+    ("log-progress", Switch, NoEffect),
+    ("timing-log-level", Value, NoEffect),
+    ("wandb-project", Value, NoEffect),
+    ("wandb-exp-name", Value, NoEffect),
+    ("wandb-save-dir", Value, NoEffect),
+];
+
+/// The flags of this module that were given.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct MegatronFlags {
+    given: Vec<(&'static str, Option<String>, Verdict)>,
+}
+
+impl MegatronFlags {
+    /// The flags that make no difference here.
+    ///
+    /// # Errors
+    /// All flags that ask for what is not done, each with the reason.
+    pub(crate) fn check(&self) -> Result<Vec<String>, Refusal> {
+        let mut without_effect = Vec::new();
+        let mut refused = Vec::new();
+        let mut names = Vec::new();
+        for (name, value, verdict) in &self.given {
+            let flag = match value {
+                Some(value) => format!("--{name} {value}"),
+                None => format!("--{name}"),
+            };
+            let reason = match verdict {
+                Same => continue,
+                SameFor(values, _) if value.as_deref().is_some_and(|value| values.contains(&value)) => {
+                    continue;
+                }
+                NoEffect => {
+                    without_effect.push(flag);
+                    continue;
+                }
+                SameFor(_, reason) | Refused(reason) => reason,
+            };
+            refused.push(format!("`{flag}`: {reason}"));
+            names.push(flag);
+        }
+        if refused.is_empty() {
+            return Ok(without_effect);
+        }
+        Err(Refusal::usage("RM6005", refused.join("; "), format!("leave out {}", names.join(" "))))
+    }
+}
+
+impl FromArgMatches for MegatronFlags {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let is_given = |name: &str| matches.value_source(name) == Some(ValueSource::CommandLine);
+        let given = FLAGS.iter().filter(|(name, ..)| is_given(name)).map(|(name, kind, verdict)| {
+            let value = if *kind == Value { matches.get_one::<String>(name).cloned() } else { None };
+            (*name, value, *verdict)
+        });
+        Ok(MegatronFlags { given: given.collect() })
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = MegatronFlags::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+impl clap::Args for MegatronFlags {
+    fn augment_args(command: Command) -> Command {
+        let arg = |(name, kind, _): &(&'static str, Kind, Verdict)| {
+            let action = if *kind == Switch { ArgAction::SetTrue } else { ArgAction::Set };
+            Arg::new(*name).long(*name).action(action).hide(true)
+        };
+        command.args(FLAGS.iter().map(arg))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        MegatronFlags::augment_args(command)
+    }
+}

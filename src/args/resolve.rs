@@ -1,0 +1,237 @@
+//! From what was said to what holds: the one place where settings get their defaults.
+
+use crate::args::{DecayStyle, ModelArgs, NumericsArg, TrainArgs, TrainingArgs, WsdStyle};
+use crate::report::Refusal;
+use mesh::{
+    LrDecayStyle, ParallelArgs, ParallelConfig, ScheduleConfig, ScheduleError, ScheduleUnit, Warmup,
+    WeightDecayStyle, WsdShape,
+};
+use train::config::{ConfigError, ModelConfig, Numerics, OptimizerConfig, TrainConfig};
+
+/// Ranks of the job: as said, or one copy of the model, times DP if that is said.
+pub(crate) fn world_size(said: Option<u32>, args: &ParallelArgs) -> u32 {
+    let tp = args.tensor_model_parallel_size.unwrap_or(1);
+    said.unwrap_or_else(|| {
+        [
+            args.tensor_parallel_num_weight_shards.unwrap_or(tp),
+            args.pipeline_model_parallel_size.unwrap_or(1),
+            args.context_parallel_size.unwrap_or(1),
+            args.data_parallel_size.unwrap_or(1),
+        ]
+        .into_iter()
+        .fold(1, u32::saturating_mul)
+    })
+}
+
+/// The configuration of a run over `parallel`. `vocab_size` is the data's. What goes on from `saved` keeps its schedule and
+/// numerics as far as nothing else is said.
+///
+/// # Errors
+/// A setting that has no default and was not said, was said twice, or cannot be trained.
+pub(crate) fn config(
+    args: &TrainArgs,
+    parallel: ParallelConfig,
+    vocab_size: Option<usize>,
+    saved: Option<&TrainConfig>,
+) -> anyhow::Result<TrainConfig> {
+    let training = &args.training;
+    let global_batch_size = parallel.global_batch_size();
+    let model = model(&args.model, vocab_size)?;
+    if training.numerics == Some(NumericsArg::Fast) {
+        let (message, help) =
+            ("`--numerics fast` is not there yet", "leave it out: canonical numerics are the default");
+        return Err(Refusal::usage("RM6005", message, help).into());
+    }
+    let seq_length = parallel.seq_length() as usize;
+    let (leaf, tp_leaves) = (training.canonical_leaf_tokens, training.canonical_tp_leaves);
+    let numerics = match saved {
+        Some(saved) => Numerics {
+            leaf_tokens: leaf.unwrap_or(saved.numerics.leaf_tokens),
+            tp_leaves: tp_leaves.unwrap_or(saved.numerics.tp_leaves),
+            ..saved.numerics.clone()
+        },
+        None => Numerics::canonical(&model, seq_length, leaf, tp_leaves),
+    };
+    let train_samples = length(
+        ("train_iters", training.train_iters),
+        ("train_samples", training.train_samples),
+        global_batch_size,
+    )?
+    .ok_or_else(|| missing("train-iters"))?;
+    let config = TrainConfig {
+        schedule: schedule(training, train_samples, global_batch_size, saved.map(|saved| &saved.schedule))?,
+        optimizer: optimizer(training)?,
+        numerics,
+        seed: training.seed.unwrap_or(1234),
+        train_iters: train_samples / global_batch_size,
+        loss_average: training.loss_average.unwrap_or_default(),
+        epoch_tail: args.data.epoch_tail.unwrap_or_default(),
+        max_skipped_in_a_row: training.max_skipped_in_a_row.unwrap_or(3),
+        model,
+        parallel,
+    };
+    config.check()?;
+    Ok(config)
+}
+
+fn missing(flag: &str) -> Refusal {
+    let key = flag.replace('-', "_");
+    Refusal::usage(
+        "RM6004",
+        format!("`--{flag}` is not set"),
+        format!("give it, or `{key}` in the configuration file"),
+    )
+}
+
+fn model(args: &ModelArgs, vocab_size: Option<usize>) -> anyhow::Result<ModelConfig> {
+    let hidden_size = args.hidden_size.ok_or_else(|| missing("hidden-size"))?;
+    let heads = args.num_attention_heads.ok_or_else(|| missing("num-attention-heads"))?;
+    if args.group_query_attention == Some(true) && args.num_query_groups.is_none() {
+        return Err(missing("num-query-groups").into());
+    }
+    if args.kv_channels.is_none() && !hidden_size.is_multiple_of(heads.max(1)) {
+        let (what, by) = ("hidden-size", "num-attention-heads");
+        return Err(ConfigError::Indivisible { what, value: hidden_size, by, divisor: heads }.into());
+    }
+    let vocab_size = args.vocab_size.or(vocab_size);
+    Ok(ModelConfig {
+        num_layers: args.num_layers.ok_or_else(|| missing("num-layers"))?,
+        hidden_size,
+        ffn_hidden_size: args.ffn_hidden_size.unwrap_or(hidden_size.saturating_mul(8) / 3 / 64 * 64),
+        num_attention_heads: heads,
+        num_query_groups: args.num_query_groups.unwrap_or(heads),
+        kv_channels: args.kv_channels.unwrap_or(hidden_size / heads.max(1)),
+        vocab_size: vocab_size.ok_or_else(|| missing("vocab-size"))?,
+        tie_embeddings: args.tie_embeddings.unwrap_or(false),
+        norm_epsilon: at_least_0("norm-epsilon", args.norm_epsilon.unwrap_or(1e-5))?,
+        rotary_base: at_least_0("rotary-base", args.rotary_base.unwrap_or(10_000.0))?,
+        hidden_dropout: args.hidden_dropout.unwrap_or(0.0),
+        attention_dropout: args.attention_dropout.unwrap_or(0.0),
+        init_method_std: at_least_0("init-method-std", args.init_method_std.unwrap_or(0.02))?,
+    })
+}
+
+fn optimizer(args: &TrainingArgs) -> anyhow::Result<OptimizerConfig> {
+    let beta = |what: &'static str, value: f64| match (0.0..1.0).contains(&value) {
+        true => Ok(value),
+        false => Err(ConfigError::Probability { what, value: value.to_string() }),
+    };
+    Ok(OptimizerConfig {
+        adam_beta1: beta("adam-beta1", args.adam_beta1.unwrap_or(0.9))?,
+        adam_beta2: beta("adam-beta2", args.adam_beta2.unwrap_or(0.999))?,
+        adam_eps: at_least_0("adam-eps", args.adam_eps.unwrap_or(1e-8))?,
+        clip_grad: at_least_0("clip-grad", args.clip_grad.unwrap_or(1.0))?,
+    })
+}
+
+fn at_least_0<T: Into<f64> + Copy>(flag: &str, value: T) -> Result<T, Refusal> {
+    match value.into() {
+        number if number.is_finite() && number >= 0.0 => Ok(value),
+        number => Err(Refusal::usage(
+            "RM6003",
+            format!("`--{flag}` is {number}"),
+            format!("give `--{flag}` a finite number of at least 0"),
+        )),
+    }
+}
+
+/// The schedule in samples, so that it does not change with the batch size.
+fn schedule(
+    args: &TrainingArgs,
+    train_samples: u64,
+    global_batch_size: u64,
+    saved: Option<&ScheduleConfig>,
+) -> anyhow::Result<ScheduleConfig> {
+    let mut schedule = match saved {
+        Some(saved) => saved.clone(),
+        None => ScheduleConfig {
+            unit: ScheduleUnit::Samples,
+            train: train_samples,
+            lr_decay: train_samples,
+            lr_warmup: Warmup::Length(0),
+            lr_decay_style: LrDecayStyle::Cosine,
+            init_lr: 0.0,
+            max_lr: args.lr.ok_or_else(|| missing("lr"))?,
+            min_lr: 0.0,
+            start_weight_decay: 0.01,
+            end_weight_decay: 0.01,
+            weight_decay_style: WeightDecayStyle::Constant,
+        },
+    };
+    let in_samples = |iters, samples| length(iters, samples, global_batch_size);
+    let decay =
+        in_samples(("lr_decay_iters", args.lr_decay_iters), ("lr_decay_samples", args.lr_decay_samples))?;
+    let warmup =
+        in_samples(("lr_warmup_iters", args.lr_warmup_iters), ("lr_warmup_samples", args.lr_warmup_samples))?;
+    let warmup = match (warmup, args.lr_warmup_fraction) {
+        (Some(_), Some(_)) => {
+            return Err(said_twice("lr_warmup_fraction", "another length of the warm-up").into());
+        }
+        (length, fraction) => length.map(Warmup::Length).or(fraction.map(Warmup::Fraction)),
+    };
+    schedule.lr_decay = decay.unwrap_or(schedule.lr_decay);
+    schedule.lr_warmup = warmup.unwrap_or(schedule.lr_warmup);
+    schedule.init_lr = args.lr_warmup_init.unwrap_or(schedule.init_lr);
+    schedule.max_lr = args.lr.unwrap_or(schedule.max_lr);
+    schedule.min_lr = args.min_lr.unwrap_or(schedule.min_lr);
+    if let Some(decay) = args.weight_decay {
+        (schedule.start_weight_decay, schedule.end_weight_decay) = (decay, decay);
+        schedule.weight_decay_style = WeightDecayStyle::Constant;
+    }
+    let last_phase = in_samples(
+        ("lr_wsd_decay_iters", args.lr_wsd_decay_iters),
+        ("lr_wsd_decay_samples", args.lr_wsd_decay_samples),
+    )?;
+    schedule.lr_decay_style = decay_style(args, schedule.lr_decay_style, last_phase)?;
+    Ok(mesh::Schedule::new(schedule, global_batch_size)?.into())
+}
+
+fn decay_style(
+    args: &TrainingArgs,
+    default: LrDecayStyle,
+    last_phase: Option<u64>,
+) -> Result<LrDecayStyle, Refusal> {
+    let default_is_wsd = matches!(default, LrDecayStyle::Wsd { .. });
+    Ok(match args.lr_decay_style {
+        None if !default_is_wsd => default,
+        Some(DecayStyle::Constant) => LrDecayStyle::Constant,
+        Some(DecayStyle::Linear) => LrDecayStyle::Linear,
+        Some(DecayStyle::Cosine) => LrDecayStyle::Cosine,
+        Some(DecayStyle::InverseSquareRoot) => LrDecayStyle::InverseSquareRoot,
+        None | Some(DecayStyle::Wsd) => {
+            let (length, shape) = match default {
+                LrDecayStyle::Wsd { length, shape } => (Some(length), shape),
+                _ => (None, WsdShape::Exponential),
+            };
+            let shape = match args.lr_wsd_decay_style {
+                None => shape,
+                Some(WsdStyle::Exponential) => WsdShape::Exponential,
+                Some(WsdStyle::Linear) => WsdShape::Linear,
+                Some(WsdStyle::Cosine) => WsdShape::Cosine,
+                Some(WsdStyle::MinusSqrt) => WsdShape::MinusSqrt,
+            };
+            let length = last_phase.or(length).ok_or_else(|| missing("lr-wsd-decay-iters"))?;
+            LrDecayStyle::Wsd { length, shape }
+        }
+    })
+}
+
+/// A length in samples that was said in steps or in samples.
+fn length(
+    (iters_key, iters): (&str, Option<u64>),
+    (samples_key, samples): (&str, Option<u64>),
+    global_batch_size: u64,
+) -> anyhow::Result<Option<u64>> {
+    Ok(match (iters, samples) {
+        (Some(_), Some(_)) => return Err(said_twice(iters_key, samples_key).into()),
+        (Some(iterations), None) => {
+            let too_long = ScheduleError::TooLong { iterations, global_batch_size };
+            Some(iterations.checked_mul(global_batch_size).ok_or(too_long)?)
+        }
+        (None, samples) => samples,
+    })
+}
+
+fn said_twice(key: &str, other: &str) -> Refusal {
+    Refusal::usage("RM6003", format!("`{key}` and `{other}` are both set"), "leave one of them out")
+}

@@ -1,0 +1,238 @@
+//! `remesh train`: resolves what was said, finds where to go on from, and runs.
+
+mod progress;
+mod start;
+
+use crate::args::megatron::MegatronFlags;
+use crate::args::{CheckpointArgs, TrainArgs, file, resolve};
+use crate::commands::tokenize::Tokenizer;
+use crate::output::Output;
+use crate::report::{Refusal, failure, is_damage};
+use anyhow::Context;
+use ckpt::{Saver, Store};
+use mesh::{ParallelArgs, ParallelConfig, Source};
+use progress::{Line, Progress};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::flag;
+use start::Start;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use train::config::TrainConfig;
+use train::data::{Sampler, TokenFile};
+use train::resume::{self, DataState, Resume, SavedRun, Selection};
+use train::run::{Job, RunEnd, RunName, SavePolicy};
+
+/// Flags of `remesh train`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct TrainCommand {
+    /// Read settings from FILE, too; flags go over it
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Print where every number of the layout comes from
+    #[arg(long, short)]
+    verbose: bool,
+    #[command(flatten)]
+    args: TrainArgs,
+    #[command(flatten)]
+    megatron: MegatronFlags,
+}
+
+/// What was said, merged, with the layout resolved.
+struct Said {
+    args: TrainArgs,
+    parallel: ParallelConfig,
+    /// Token ids, by the data's tokenizer.
+    vocab_size: Option<usize>,
+    tokens: TokenFile,
+}
+
+/// Trains; exit code 75 if a signal ended the run after a complete save.
+pub(crate) fn run(command: TrainCommand, output: &Output) -> anyhow::Result<ExitCode> {
+    let signals = Signals::register()?;
+    let said = merge(command, output)?;
+    let mut damaged = Vec::new();
+    loop {
+        let start = start::find(&said.args.checkpoint, damaged.last().copied(), output)?;
+        match (train_from(&said, &start, &damaged, &signals, output), &start.checkpoint) {
+            (Ok(end), _) => return Ok(signals.exit_code(end, said.args.checkpoint.save.is_some())),
+            // Found while the latest was read: the next older one may be whole.
+            (Err(error), Some(checkpoint)) if start.is_latest && is_damage(&error) => {
+                output.note(format!("step {} is damaged and passed over: {error:#}", checkpoint.step()));
+                damaged.push(checkpoint.step());
+            }
+            (Err(error), _) => return Err(error),
+        }
+    }
+}
+
+fn merge(command: TrainCommand, output: &Output) -> anyhow::Result<Said> {
+    let without_effect = command.megatron.check()?;
+    if !without_effect.is_empty() {
+        output.note(format!("no effect here: {}", without_effect.join(", ")));
+    }
+    let file = command.config.as_deref().map(file::read).transpose()?.unwrap_or_default();
+    let layers = [
+        (Source::CommandLine, command.args.parallelism.clone()),
+        (Source::ConfigFile, file.parallelism.clone()),
+    ];
+    let merged = ParallelArgs::merge(&layers);
+    let args = command.args.over(file);
+    let world_size = resolve::world_size(args.training.nproc_per_node, merged.args());
+    let parallel = merged.resolve(world_size, 0)?;
+    if command.verbose {
+        merged.explain(&parallel).iter().for_each(|line| output.note(line));
+    }
+    let data = args.data.data_path.as_deref().ok_or_else(|| {
+        Refusal::usage(
+            "RM6004",
+            "`--data-path` is not set",
+            "`remesh data tokenize FILE -o PREFIX` makes one",
+        )
+    })?;
+    let vocab_size = Tokenizer::open(data)?.map(|tokenizer| tokenizer.vocab_size);
+    let tokens = TokenFile::open(data)?;
+    Ok(Said { args, parallel, vocab_size, tokens })
+}
+
+fn train_from(
+    said: &Said,
+    start: &Start,
+    damaged: &[u64],
+    signals: &Signals,
+    output: &Output,
+) -> anyhow::Result<RunEnd> {
+    let args = &said.args.checkpoint;
+    let selection = selection(args);
+    let continued = start.checkpoint.as_ref().filter(|_| selection.counters);
+    let saved = continued.map(|checkpoint| SavedRun::of(checkpoint.commit())).transpose()?;
+    let config = resolve::config(
+        &said.args,
+        said.parallel,
+        said.vocab_size,
+        saved.as_ref().map(|saved| &saved.config),
+    )?;
+    let data = data_state(&config, &said.tokens)?;
+    let none = Vec::new();
+    let resume = start.checkpoint.as_ref().map(|checkpoint| Resume {
+        source: checkpoint,
+        selection,
+        allow_missing: args.allow_missing.as_ref().unwrap_or(&none),
+        allow_extra: args.allow_extra.as_ref().unwrap_or(&none),
+        rng_policy: args.rng_policy.unwrap_or_default(),
+        allow_change: args.allow_change.as_ref().unwrap_or(&none),
+        strict: args.strict == Some(true),
+    });
+    if let Some(resume) = &resume {
+        resume::check(resume, &config, &data)?;
+    }
+    let changes = saved.map(|saved| changes(&saved, &config, &data)).unwrap_or_default();
+
+    let name = run_name();
+    let iteration = continued.map_or(0, |checkpoint| checkpoint.step());
+    let damaged = if start.is_in_save { damaged } else { &[] };
+    let store =
+        args.save.as_deref().map(|save| start::destination(save, iteration, damaged, args, &name.run));
+    let store = store.transpose()?;
+    let progress = Progress::new(&said.args, &config, start, changes, output)?;
+    if start.checkpoint.is_none() {
+        progress.line(&Line::Fresh { train_iters: config.train_iters });
+    }
+    let saver = |store: &Store, exchange| Saver::new(store.clone(), exchange);
+    let saver = store.as_ref().map(|store| move |exchange| saver(store, exchange));
+    let job = Job {
+        config: &config,
+        tokens: &said.tokens,
+        resume,
+        save: saver.as_ref().map(|saver| SavePolicy {
+            interval: args.save_interval.unwrap_or(0),
+            saver,
+            writer: name,
+            now,
+        }),
+        stop: &signals.stop,
+        observer: &|event| progress.observe(event),
+    };
+    let end = train::run::run(&job).map_err(failure)?;
+    if end.iteration == iteration {
+        output.note(format!("nothing to train: {iteration} of {} steps are done", config.train_iters));
+    }
+    Ok(end)
+}
+
+fn selection(args: &CheckpointArgs) -> Selection {
+    if args.finetune == Some(true) {
+        return Selection::FINETUNE;
+    }
+    Selection {
+        optimizer: args.no_load_optim != Some(true),
+        rng: args.no_load_rng != Some(true),
+        ..Selection::ALL
+    }
+}
+
+fn data_state(config: &TrainConfig, tokens: &TokenFile) -> anyhow::Result<DataState> {
+    let parallel = &config.parallel;
+    let num_samples = tokens.num_samples(parallel.seq_length())?;
+    let sampler = Sampler::new(config.seed, num_samples, parallel.global_batch_size(), config.epoch_tail)
+        .map_err(|empty| {
+            Refusal::usage("RM6003", empty.to_string(), "use --epoch-tail span or pad, or a smaller batch")
+        })?;
+    Ok(DataState::new(config, tokens.index_hash(), &sampler, num_samples, 0))
+}
+
+/// What makes the next step another one than the saved run's, although the state is the same.
+fn changes(saved: &SavedRun, config: &TrainConfig, data: &DataState) -> Vec<String> {
+    let differences = resume::compare(&saved.config, &saved.data, config, data);
+    let mut changes: Vec<String> = differences.iter().map(|difference| difference.field.to_owned()).collect();
+    if saved.config.schedule != config.schedule {
+        changes.push("schedule".into());
+    }
+    changes
+}
+
+fn run_name() -> RunName {
+    let pid = std::process::id();
+    let started = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ");
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname");
+    RunName {
+        run: format!("{started}-{pid}"),
+        host: host.map_or_else(|_| "unknown".into(), |host| host.trim().to_owned()),
+        pid,
+        program: concat!("remesh ", env!("CARGO_PKG_VERSION")).into(),
+    }
+}
+
+fn now() -> String {
+    jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
+}
+
+/// SIGINT, SIGTERM and SIGUSR1: the first asks the run to stop after the step in hand, a second ends the process at once.
+struct Signals {
+    stop: Arc<AtomicBool>,
+    first: Arc<AtomicUsize>,
+}
+
+impl Signals {
+    fn register() -> anyhow::Result<Self> {
+        let signals = Signals { stop: Arc::default(), first: Arc::default() };
+        for signal in [SIGINT, SIGTERM, SIGUSR1] {
+            let (stop, first) = (&signals.stop, &signals.first);
+            // In this order, so that only a signal that finds the flag set ends the process.
+            flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(stop))
+                .and_then(|_| flag::register_usize(signal, Arc::clone(first), signal as usize))
+                .and_then(|_| flag::register(signal, Arc::clone(stop)))
+                .context("installing signal handlers")?;
+        }
+        Ok(signals)
+    }
+
+    fn exit_code(&self, end: RunEnd, saves: bool) -> ExitCode {
+        match (end.stopped, saves) {
+            (false, _) => ExitCode::SUCCESS,
+            (true, true) => ExitCode::from(75),
+            (true, false) => ExitCode::from(128 + self.first.load(Ordering::Relaxed) as u8),
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! What a run prints and appends to `metrics.jsonl` while it goes on.
+
+use crate::args::TrainArgs;
+use crate::commands::train::start::Start;
+use crate::metrics::{self, Metrics, MetricsFile};
+use crate::output::{Output, human_bytes};
+use mesh::ParallelLayout;
+use serde::Serialize;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+use train::config::TrainConfig;
+use train::resume::{Level, Resumed};
+use train::run::{Event, Step};
+
+/// Turns events into lines.
+pub(super) struct Progress<'a> {
+    output: &'a Output,
+    train_iters: u64,
+    layout: ParallelLayout,
+    log_interval: u64,
+    /// The run that is resumed from, for people.
+    loaded_from: String,
+    state: Mutex<State>,
+}
+
+struct State {
+    metrics: Option<MetricsFile>,
+    /// Lines that were there before this run.
+    earlier: Vec<Metrics>,
+    /// Settings that make the first step another one than the saved run's.
+    changes: Vec<String>,
+    /// Waits for the first step after a resume; why it may differ.
+    resumed: Option<Vec<String>>,
+}
+
+/// One line of output.
+#[derive(Debug, Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub(super) enum Line {
+    Fresh { train_iters: u64 },
+    Resumed(Box<ResumedLine>),
+    L3(L3),
+    Step(StepLine),
+    Saved { step: u64, folder: String, bytes: u64 },
+    SaveFailed { step: u64, code: String, message: String, help: String },
+    SamplesDropped { epoch: u64, samples: u64 },
+    Stopping { step: u64 },
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct ResumedLine {
+    step: u64,
+    from: String,
+    saved_layout: ParallelLayout,
+    layout: ParallelLayout,
+    tensors: usize,
+    bytes: u64,
+    seconds: f64,
+    level: Option<Level>,
+    notes: Vec<String>,
+    partial: Vec<String>,
+}
+
+/// Whether the first step after a resume is the one that the saved run made.
+#[derive(Debug, Serialize)]
+pub(super) struct L3 {
+    step: u64,
+    /// Whether the loss is that of the earlier line, bit for bit; `None` if there is no such line.
+    identical: Option<bool>,
+    loss: Option<f64>,
+    earlier_loss: Option<f64>,
+    /// Why it may differ; empty if it must not.
+    not_expected: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct StepLine {
+    #[serde(flatten)]
+    metrics: Metrics,
+    train_iters: u64,
+    /// False if the step was skipped.
+    applied: bool,
+}
+
+impl<'a> Progress<'a> {
+    /// For a run that starts at `start` and changes the settings `changes` of the saved one.
+    ///
+    /// # Errors
+    /// If `metrics.jsonl` cannot be read or opened.
+    pub(super) fn new(
+        args: &TrainArgs,
+        config: &TrainConfig,
+        start: &Start,
+        changes: Vec<String>,
+        output: &'a Output,
+    ) -> anyhow::Result<Self> {
+        let local = |location: &str| match location.split_once("://") {
+            Some(("file", path)) => Some(PathBuf::from(path)),
+            Some(_) => None,
+            None => Some(PathBuf::from(location)),
+        };
+        let loaded_from = start.checkpoint.as_ref().map(|checkpoint| checkpoint.store().to_string());
+        let own = args.logging.log_dir.clone().or(args.checkpoint.save.as_deref().and_then(local));
+        let mut earlier = Vec::new();
+        for folder in own.iter().chain(&loaded_from.as_deref().and_then(local)) {
+            earlier.extend(metrics::read(folder)?);
+        }
+        Ok(Progress {
+            output,
+            train_iters: config.train_iters,
+            layout: *config.parallel.layout(),
+            log_interval: args.logging.log_interval.unwrap_or(1).max(1),
+            loaded_from: loaded_from.unwrap_or_default(),
+            state: Mutex::new(State {
+                metrics: own.as_deref().map(MetricsFile::append_to).transpose()?,
+                earlier,
+                changes,
+                resumed: None,
+            }),
+        })
+    }
+
+    /// Prints a line. A stdout that cannot be written does not end a run.
+    pub(super) fn line(&self, line: &Line) {
+        if let Err(error) = self.output.result(line) {
+            self.output.note(format!("stdout cannot be written: {error}"));
+        }
+    }
+
+    /// Tells of one event.
+    pub(super) fn observe(&self, event: &Event) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        match event {
+            Event::Resumed(resumed) => {
+                state.resumed = Some(not_expected(resumed, &state.changes));
+                self.line(&Line::Resumed(Box::new(self.resumed(resumed))));
+            }
+            Event::Step(step) => self.step(step, &mut state),
+            Event::SamplesDropped { epoch, samples } => {
+                self.line(&Line::SamplesDropped { epoch: *epoch, samples: *samples });
+            }
+            Event::Saved { iteration, report } => self.line(&Line::Saved {
+                step: *iteration,
+                folder: report.folder.clone(),
+                bytes: report.file_bytes,
+            }),
+            Event::SaveFailed { iteration, error } => self.line(&Line::SaveFailed {
+                step: *iteration,
+                code: error.code().to_owned(),
+                message: error.to_string(),
+                help: error.help(),
+            }),
+            Event::Stopping { iteration } => self.line(&Line::Stopping { step: *iteration }),
+        }
+    }
+
+    fn step(&self, step: &Step, state: &mut State) {
+        let metrics = Metrics::from(step);
+        let written = state.metrics.as_mut().map_or(Ok(()), |file| file.append(&metrics));
+        if let Err(error) = written {
+            self.output.note(format!("no more metrics are written: {error:#}"));
+            state.metrics = None;
+        }
+        let (applied, train_iters) = (step.outcome.applied, self.train_iters);
+        let l3 = state.resumed.take().map(|not_expected| l3(&metrics, &state.earlier, not_expected));
+        let is_due = step.iteration.is_multiple_of(self.log_interval) || step.iteration == train_iters;
+        if is_due || l3.is_some() || !applied {
+            self.line(&Line::Step(StepLine { metrics, train_iters, applied }));
+        }
+        if let Some(l3) = l3 {
+            self.line(&Line::L3(l3));
+        }
+    }
+
+    fn resumed(&self, resumed: &Resumed) -> ResumedLine {
+        ResumedLine {
+            step: resumed.iteration,
+            from: self.loaded_from.clone(),
+            saved_layout: resumed.saved_layout,
+            layout: self.layout,
+            tensors: resumed.num_tensors,
+            bytes: resumed.bytes_read,
+            seconds: resumed.seconds,
+            level: resumed.level,
+            notes: resumed.notes.clone(),
+            partial: resumed.partial.clone(),
+        }
+    }
+}
+
+/// Why the next step may not be the saved run's.
+fn not_expected(resumed: &Resumed, changes: &[String]) -> Vec<String> {
+    let mut reasons = Vec::new();
+    if !changes.is_empty() {
+        reasons.push(format!("other {} than in the checkpoint", changes.join(", ")));
+    }
+    // Random streams are no reason: no number of a step depends on them.
+    if resumed.level < Some(Level::L1) {
+        reasons.extend(resumed.notes.iter().cloned());
+    }
+    reasons
+}
+
+fn l3(metrics: &Metrics, earlier: &[Metrics], not_expected: Vec<String>) -> L3 {
+    let earlier = earlier.iter().rfind(|line| line.step == metrics.step);
+    let bits = |loss: Option<f64>| loss.map(f64::to_bits);
+    L3 {
+        step: metrics.step,
+        identical: earlier.map(|earlier| bits(earlier.loss) == bits(metrics.loss)),
+        loss: metrics.loss,
+        earlier_loss: earlier.and_then(|earlier| earlier.loss),
+        not_expected,
+    }
+}
+
+impl fmt::Display for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Line::Fresh { train_iters } => write!(f, "starting afresh, {train_iters} steps"),
+            Line::Resumed(resumed) => resumed.fmt(f),
+            Line::L3(l3) => l3.fmt(f),
+            Line::Step(step) => step.fmt(f),
+            Line::Saved { step, folder, bytes } => {
+                write!(f, "saved step {step} to {folder}, {}", human_bytes(*bytes))
+            }
+            Line::SaveFailed { step, code, message, help } => {
+                write!(f, "step {step} could not be saved ({code}): {message}; {help}")
+            }
+            Line::SamplesDropped { epoch, samples } => {
+                write!(f, "epoch {epoch} ended; {samples} samples that fill no batch were not used")
+            }
+            Line::Stopping { step } => write!(f, "stopping after step {step}, as asked"),
+        }
+    }
+}
+
+impl fmt::Display for ResumedLine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ResumedLine { step, from, saved_layout, layout, tensors, seconds, .. } = self;
+        write!(f, "resumed step {step} of {from}: {saved_layout} → ")?;
+        match saved_layout == layout {
+            true => f.write_str("the same")?,
+            false => layout.fmt(f)?,
+        }
+        write!(f, ", {tensors} tensors, {} in {seconds:.2} s, ", human_bytes(self.bytes))?;
+        match self.level {
+            Some(level) => write!(f, "verified {level:?}")?,
+            None => f.write_str("verified what was loaded")?,
+        }
+        match self.notes.is_empty() {
+            true => Ok(()),
+            false => write!(f, " ({})", self.notes.join("; ")),
+        }
+    }
+}
+
+impl fmt::Display for L3 {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let step = self.step;
+        match (self.identical, self.not_expected.is_empty()) {
+            (Some(true), _) => write!(f, "L3 step {step} is bit-identical"),
+            (_, false) => write!(f, "L3 step {step} not expected: {}", self.not_expected.join("; ")),
+            (None, true) => {
+                write!(f, "L3 step {step} expected; {} has no earlier line of it", metrics::FILE_NAME)
+            }
+            (Some(false), true) => {
+                let (loss, earlier) = (show(self.loss), show(self.earlier_loss));
+                write!(f, "L3 step {step} FAILED: loss {loss}, but {earlier} in {}", metrics::FILE_NAME)
+            }
+        }
+    }
+}
+
+fn show(loss: Option<f64>) -> String {
+    loss.map_or_else(|| "not finite".into(), |loss| loss.to_string())
+}
+
+impl fmt::Display for StepLine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Metrics { step, loss, lr, grad_norm, tokens_per_second, .. } = &self.metrics;
+        let number =
+            |value: Option<f64>| value.map_or_else(|| "not finite".into(), |value| format!("{value:.6}"));
+        write!(f, "step {step}/{}  loss {}  lr {lr:.4e}", self.train_iters, number(*loss))?;
+        write!(f, "  grad norm {}  {tokens_per_second:.0} tokens/s", number(*grad_norm))?;
+        if self.applied { Ok(()) } else { f.write_str("  skipped, nothing was updated") }
+    }
+}

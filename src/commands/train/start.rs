@@ -1,0 +1,80 @@
+//! Where a run goes on from, and whether it may save where it wants to.
+
+use crate::args::CheckpointArgs;
+use crate::location::Location;
+use crate::output::Output;
+use ckpt::{Checkpoint, DestinationError, LocationError, OpenError, Store};
+
+/// Where a run starts.
+pub(super) struct Start {
+    /// What it goes on from; `None` starts afresh.
+    pub(super) checkpoint: Option<Checkpoint>,
+    /// Whether it is the latest because nobody asked for a step, so that an older one may stand in for it.
+    pub(super) is_latest: bool,
+    /// Whether it was looked for in `--save`.
+    pub(super) is_in_save: bool,
+}
+
+/// Finds the checkpoint: `--load auto`, the default, takes the latest in `--save` or none; another `--load` must be there.
+/// Only steps below `below` count for the latest.
+///
+/// # Errors
+/// A checkpoint that was asked for and is not there or not whole; a store that cannot be read.
+pub(super) fn find(args: &CheckpointArgs, below: Option<u64>, output: &Output) -> anyhow::Result<Start> {
+    let load = args.load.as_deref().filter(|load| *load != "auto" && Some(*load) != args.save.as_deref());
+    let is_in_save = load.is_none();
+    let location = match load {
+        Some(load) => load.parse::<Location>().unwrap_or_else(|never| match never {}),
+        None => Location { run: args.save.clone().unwrap_or_default(), step: None },
+    };
+    let step = args.ckpt_step.or(location.step);
+    let must_exist = !is_in_save || step.is_some() || args.exit_on_missing_checkpoint == Some(true);
+    let start = |checkpoint| Start { checkpoint, is_latest: step.is_none(), is_in_save };
+    if is_in_save && args.save.is_none() {
+        return match must_exist {
+            true => {
+                Err(OpenError::NoCheckpoint { root: "--save, which is not set".into(), passed_over: vec![] }
+                    .into())
+            }
+            false => Ok(start(None)),
+        };
+    }
+    let store = match Store::open(&location.run) {
+        Err(LocationError::NoFolder { .. }) if !must_exist => return Ok(start(None)),
+        opened => opened?,
+    };
+    if let Some(step) = step {
+        return Ok(start(Some(store.checkpoint(step)?)));
+    }
+    let latest = store.latest(below)?;
+    latest.passed_over.iter().for_each(|passed| output.note(passed));
+    match must_exist {
+        true => Ok(start(Some(latest.require(&store)?))),
+        false => Ok(start(latest.checkpoint)),
+    }
+}
+
+/// The store of `--save`, made if it is not there.
+///
+/// # Errors
+/// If it holds whole checkpoints newer than `iteration`, apart from those known as `damaged`, and `--overwrite` does not set
+/// them aside.
+pub(super) fn destination(
+    save: &str,
+    iteration: u64,
+    damaged: &[u64],
+    args: &CheckpointArgs,
+    run: &str,
+) -> anyhow::Result<Store> {
+    let store = Store::create(save)?;
+    if args.overwrite == Some(true) {
+        store.set_aside(iteration, run)?;
+        return Ok(store);
+    }
+    let mut newer = store.whole_steps_after(iteration)?;
+    newer.retain(|step| !damaged.contains(step));
+    match newer.is_empty() {
+        true => Ok(store),
+        false => Err(DestinationError::Newer { root: store.to_string(), step: iteration, newer }.into()),
+    }
+}

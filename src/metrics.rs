@@ -1,0 +1,124 @@
+//! `metrics.jsonl`: one object a step, appended, never rewritten. The last line of a step counts.
+
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use train::run::Step;
+
+/// The name of the file in its folder.
+pub(crate) const FILE_NAME: &str = "metrics.jsonl";
+
+/// One line. Numbers have all their digits, so that equal text is equal bits.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Metrics {
+    /// Optimizer iterations done, this one included.
+    pub(crate) step: u64,
+    /// Null if it was not finite.
+    pub(crate) loss: Option<f64>,
+    pub(crate) lr: f64,
+    /// Before clipping; null if it was not finite.
+    pub(crate) grad_norm: Option<f64>,
+    pub(crate) tokens_per_second: f64,
+    pub(crate) consumed_samples: u64,
+}
+
+impl From<&Step> for Metrics {
+    fn from(step: &Step) -> Self {
+        let finite = |value: f64| Some(value).filter(|value| value.is_finite());
+        Metrics {
+            step: step.iteration,
+            loss: finite(step.outcome.loss),
+            lr: step.lr,
+            grad_norm: finite(step.outcome.grad_norm),
+            tokens_per_second: step.tokens_per_second,
+            consumed_samples: step.consumed_samples,
+        }
+    }
+}
+
+/// The file of a run that is going on.
+#[derive(Debug)]
+pub(crate) struct MetricsFile {
+    file: File,
+    path: PathBuf,
+}
+
+impl MetricsFile {
+    /// Opens the file in `folder` to append, and makes both if need be. A line that a crash left unfinished is ended.
+    ///
+    /// # Errors
+    /// If it cannot be opened.
+    pub(crate) fn append_to(folder: &Path) -> anyhow::Result<Self> {
+        let path = folder.join(FILE_NAME);
+        let open = || -> io::Result<File> {
+            std::fs::create_dir_all(folder)?;
+            let mut file = OpenOptions::new().create(true).append(true).read(true).open(&path)?;
+            let mut last = [b'\n'];
+            if file.seek(SeekFrom::End(0))? > 0 {
+                file.seek(SeekFrom::End(-1))?;
+                file.read_exact(&mut last)?;
+            }
+            if last != [b'\n'] {
+                file.write_all(b"\n")?;
+            }
+            Ok(file)
+        };
+        let file = open().with_context(|| format!("opening `{}`", path.display()))?;
+        Ok(MetricsFile { file, path })
+    }
+
+    /// Appends the line of a step.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub(crate) fn append(&mut self, metrics: &Metrics) -> anyhow::Result<()> {
+        let line = serde_json::to_string(metrics)? + "\n";
+        self.file.write_all(line.as_bytes()).with_context(|| format!("writing `{}`", self.path.display()))
+    }
+}
+
+/// All lines of the file in `folder`, in order; none if there is no such file. What is no line of metrics, such as one that a
+/// crash left unfinished, is left out.
+///
+/// # Errors
+/// If the file is there and cannot be read.
+pub(crate) fn read(folder: &Path) -> anyhow::Result<Vec<Metrics>> {
+    let path = folder.join(FILE_NAME);
+    let reading = || format!("reading `{}`", path.display());
+    let file = match File::open(&path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error).with_context(reading),
+    };
+    let lines: Vec<Vec<u8>> =
+        BufReader::new(file).split(b'\n').collect::<io::Result<_>>().with_context(reading)?;
+    Ok(lines.iter().filter_map(|line| serde_json::from_slice(line).ok()).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_bit_of_a_loss_comes_back_and_a_torn_line_hides_no_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let line = |step, loss| Metrics {
+            step,
+            loss,
+            lr: 0.1 + 0.2,
+            grad_norm: Some(1.0 / 3.0),
+            tokens_per_second: 1.5,
+            consumed_samples: 8,
+        };
+        assert_eq!(read(folder.path()).unwrap(), []);
+        let first = line(1, Some(f64::from_bits(0x4015_f8a0_b3c1_d2e7)));
+        MetricsFile::append_to(folder.path()).unwrap().append(&first).unwrap();
+        let path = folder.path().join(FILE_NAME);
+        OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"step\":2,\"lo").unwrap();
+        let second = line(2, None);
+        MetricsFile::append_to(folder.path()).unwrap().append(&second).unwrap();
+        assert_eq!(read(folder.path()).unwrap(), [first, second]);
+    }
+}
