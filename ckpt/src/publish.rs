@@ -35,13 +35,14 @@ impl PublishError {
 }
 
 /// Writes the tables of `catalog`, whose packs are durable, and commits. On an error the tables are removed again,
-/// unless the commit may be visible.
+/// unless the commit may be visible. `replaces` a commit of the same step, which is known as damaged.
 pub(crate) fn publish(
     store: &Store,
     header: Header,
     attempt: &str,
     catalog: &Catalog,
     packs: Vec<FileEntry>,
+    replaces: bool,
 ) -> Result<Commit, PublishError> {
     let step = header.iteration;
     let folder = folder_of(step);
@@ -62,7 +63,7 @@ pub(crate) fn publish(
         .try_for_each(|(path, bytes)| store.create_object(&format!("{folder}/{path}"), bytes.into()))
         .map_err(PublishError::from)
         .and_then(|()| match check_files(store, step, &commit.files) {
-            Ok(()) => create_commit(store, &commit),
+            Ok(()) => create_commit(store, &commit, replaces),
             Err(source) => Err(PublishError::Files { source }),
         });
     match published {
@@ -103,8 +104,8 @@ fn commit_of(header: Header, attempt: &str, catalog: &Catalog, files: Vec<FileEn
     }
 }
 
-/// Creates `checkpoint.json`. One that is there and not whole is set aside first.
-fn create_commit(store: &Store, commit: &Commit) -> Result<(), PublishError> {
+/// Creates `checkpoint.json`. One that is there and not whole, or known as damaged (`replaces`), is set aside first.
+fn create_commit(store: &Store, commit: &Commit, replaces: bool) -> Result<(), PublishError> {
     let step = commit.iteration;
     let path = format!("{}/{COMMIT_NAME}", folder_of(step));
     let text = seal_commit(commit);
@@ -119,6 +120,7 @@ fn create_commit(store: &Store, commit: &Commit) -> Result<(), PublishError> {
             match found {
                 // A call that was repeated after its answer got lost.
                 Ok(found) if is_ours(&found) => return Ok(()),
+                Ok(_) if replaces => set_commit_aside(store, step, &commit.writer.run)?,
                 Ok(found) => match store.checkpoint(step) {
                     Ok(_) => {
                         let (owner, created) = (Box::new(found.writer), found.created);

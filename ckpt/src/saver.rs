@@ -23,6 +23,8 @@ pub type Exchange = Box<dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>, Box<dyn Error + Se
 pub struct Saver {
     store: Store,
     exchange: Exchange,
+    /// Steps whose checkpoints are whole by their commit and damaged all the same.
+    damaged: Vec<u64>,
 }
 
 /// The state at one instant, as one rank sees it.
@@ -218,7 +220,13 @@ struct Proposal {
 impl Saver {
     /// For one rank of a model whose ranks talk through `exchange`.
     pub fn new(store: Store, exchange: Exchange) -> Saver {
-        Saver { store, exchange }
+        Saver { store, exchange, damaged: Vec::new() }
+    }
+
+    /// Sets the commits of these steps aside when their turn to be saved comes: damage was found in them while they were
+    /// read, which their commits do not show.
+    pub fn replacing(self, damaged: &[u64]) -> Saver {
+        Saver { damaged: damaged.to_vec(), ..self }
     }
 
     /// Where it saves.
@@ -297,7 +305,8 @@ impl Saver {
     ) -> Result<SaveReport, Fault> {
         let (catalog, packs) = catalog_of(table, plan, parts)?;
         let folder = folder_of(header.iteration);
-        let commit = publish(&self.store, header, attempt, &catalog, packs)?;
+        let replaces = self.damaged.contains(&header.iteration);
+        let commit = publish(&self.store, header, attempt, &catalog, packs, replaces)?;
         Ok(SaveReport {
             iteration: commit.iteration,
             folder: self.store.full_name(&folder),
