@@ -1,8 +1,10 @@
 //! The commands, one a module: each takes its parsed arguments and returns the exit code or an error.
 
+pub(crate) mod demo;
 pub(crate) mod digest;
 pub(crate) mod inspect;
 pub(crate) mod ls;
+pub(crate) mod plan;
 pub(crate) mod tokenize;
 pub(crate) mod train;
 pub(crate) mod verify;

@@ -11,7 +11,11 @@ mod report;
 
 use clap::{Parser, Subcommand};
 use output::OutputArgs;
+use std::io::IsTerminal;
 use std::process::ExitCode;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 
 /// Train on one mesh, resume on another.
 #[derive(Debug, Parser)]
@@ -26,7 +30,11 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Train, and go on from the newest checkpoint in --save under whatever layout
+    // As in Megatron, the last of several counts: scripts put changes behind a common list.
+    #[command(args_override_self = true)]
     Train(Box<commands::train::TrainCommand>),
+    /// Say what a resume under another layout moves and changes, before it is done
+    Plan(Box<commands::plan::PlanArgs>),
     /// Prepare data
     #[command(subcommand)]
     Data(DataCommand),
@@ -38,6 +46,8 @@ enum Command {
     Verify(commands::verify::VerifyArgs),
     /// Print the SHA-256 of every whole tensor of model and optimizer, the same under every layout
     Digest(commands::digest::DigestArgs),
+    /// Train a small model, resume it under three other layouts, and compare every loss
+    Demo(commands::demo::DemoArgs),
 }
 
 #[derive(Debug, Subcommand)]
@@ -51,14 +61,31 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return report::usage(&error),
     };
+    log_to_stderr();
+    let as_json = cli.output.output().is_json();
+    execute(cli).unwrap_or_else(|error| report::report(&error, as_json))
+}
+
+fn execute(cli: Cli) -> anyhow::Result<ExitCode> {
     let output = cli.output.output();
-    let done = match cli.command {
+    match cli.command {
         Command::Train(command) => commands::train::run(*command, &output),
+        Command::Plan(args) => commands::plan::run(&args, &output),
         Command::Data(DataCommand::Tokenize(args)) => commands::tokenize::run(&args, &output),
         Command::Inspect(args) => commands::inspect::run(&args, &output),
         Command::Ls(args) => commands::ls::run(&args, &output),
         Command::Verify(args) => commands::verify::run(&args, &output),
         Command::Digest(args) => commands::digest::run(&args, &output),
-    };
-    done.unwrap_or_else(|error| report::report(&error, output.is_json()))
+        Command::Demo(args) => commands::demo::run(&args, &output),
+    }
+}
+
+/// Warnings of the libraries go to stderr; `RUST_LOG` asks for more, or less.
+fn log_to_stderr() {
+    let filter = std::env::var("RUST_LOG").ok().and_then(|directives| directives.parse().ok());
+    let filter = filter.unwrap_or_else(|| Targets::new().with_default(LevelFilter::WARN));
+    let lines = tracing_subscriber::fmt::layer()
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal());
+    tracing_subscriber::registry().with(lines).with(filter).init();
 }

@@ -52,6 +52,11 @@ impl OutputArgs {
 }
 
 impl Output {
+    /// One that prints nothing.
+    pub(crate) fn quiet() -> Self {
+        Output { format: Format::Quiet, stdout_gone: AtomicBool::new(false) }
+    }
+
     pub(crate) fn is_json(&self) -> bool {
         self.format == Format::Json
     }

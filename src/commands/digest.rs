@@ -23,11 +23,11 @@ pub(crate) struct DigestArgs {
 }
 
 /// By name.
-#[derive(Serialize)]
+#[derive(Debug, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
-struct Digests(BTreeMap<String, TensorDigest>);
+pub(crate) struct Digests(BTreeMap<String, TensorDigest>);
 
-#[derive(Serialize)]
+#[derive(Debug, PartialEq, Eq, Serialize)]
 struct TensorDigest {
     dtype: &'static str,
     shape: Vec<u64>,
@@ -37,12 +37,16 @@ struct TensorDigest {
 
 /// Digests a checkpoint.
 pub(crate) fn run(args: &DigestArgs, output: &Output) -> anyhow::Result<ExitCode> {
-    let checkpoint = args.checkpoint.open(output)?;
+    output.result(&digests(&args.checkpoint.open(output)?)?)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The digests of a checkpoint's model and optimizer.
+pub(crate) fn digests(checkpoint: &Checkpoint) -> anyhow::Result<Digests> {
     let tensors = checkpoint.catalog().tensors().iter();
     let tensors = tensors.filter(|tensor| matches!(tensor.kind, StateKind::Model | StateKind::Optimizer));
-    let digests = tensors.map(|tensor| Ok((tensor.key.to_string(), digest(&checkpoint, tensor)?)));
-    output.result(&Digests(digests.collect::<anyhow::Result<_>>()?))?;
-    Ok(ExitCode::SUCCESS)
+    let digests = tensors.map(|tensor| Ok((tensor.key.to_string(), digest(checkpoint, tensor)?)));
+    Ok(Digests(digests.collect::<anyhow::Result<_>>()?))
 }
 
 /// Reads the tensor a few rows at a time, so that memory does not grow with it.

@@ -9,7 +9,7 @@ use crate::commands::tokenize::Tokenizer;
 use crate::output::Output;
 use crate::report::{Refusal, failure, is_damage};
 use anyhow::Context;
-use ckpt::{Saver, Store};
+use ckpt::Saver;
 use mesh::{ParallelArgs, ParallelConfig, Source};
 use progress::{Line, Progress};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
@@ -139,8 +139,8 @@ fn train_from(
     if start.checkpoint.is_none() {
         progress.line(&Line::Fresh { train_iters: config.train_iters });
     }
-    let saver = |store: &Store, exchange| Saver::new(store.clone(), exchange);
-    let saver = store.as_ref().map(|store| move |exchange| saver(store, exchange));
+    let saver =
+        store.as_ref().map(|store| move |exchange| Saver::new(store.clone(), exchange).replacing(damaged));
     let job = Job {
         config: &config,
         tokens: &said.tokens,

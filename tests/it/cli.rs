@@ -1,6 +1,7 @@
 //! The built binary: exit codes, messages, and what it writes.
 
 use expect_test::expect;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
@@ -116,8 +117,8 @@ fn a_closed_pipe_ends_quietly() {
 }
 
 /// A tiny model on bytes; every run of a test adds its own flags.
-const TINY: &str = "--num-layers 1 --hidden-size 16 --ffn-hidden-size 16 --num-attention-heads 2 --seq-length 32 \
-                    --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --train-iters 4 --hidden-dropout 0.1 \
+const MODEL: &str = "--num-layers 1 --hidden-size 16 --ffn-hidden-size 16 --num-attention-heads 2 --seq-length 32 \
+                    --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --hidden-dropout 0.1 \
                     --attention-dropout 0.1 --data-path tokens";
 
 /// A folder with tokens under the prefix `tokens`.
@@ -147,7 +148,7 @@ fn metrics(folder: &Path, run: &str) -> Vec<Metrics> {
 fn a_run_resumed_under_other_layouts_equals_the_one_that_never_stopped() {
     let folder = with_tokens();
     let folder = folder.path();
-    let said = ok(folder, &format!("train {TINY} --save straight --save-interval 2"));
+    let said = ok(folder, &format!("train {MODEL} --train-iters 4 --save straight --save-interval 2"));
     assert!(said.starts_with("starting afresh, 4 steps\nstep 1/4  loss 5.5"), "{said}");
     let straight = metrics(folder, "straight");
     assert_eq!(straight.iter().map(|line| line.step).collect::<Vec<_>>(), [1, 2, 3, 4]);
@@ -157,7 +158,8 @@ fn a_run_resumed_under_other_layouts_equals_the_one_that_never_stopped() {
         ("seq", "--weight-shards 2 --seq-shards 2"),
         ("tp", "--tp 2 --sp --nproc-per-node 4"),
     ] {
-        let said = ok(folder, &format!("train {TINY} {layout} --load straight@2 --save {name}"));
+        let said =
+            ok(folder, &format!("train {MODEL} --train-iters 4 {layout} --load straight@2 --save {name}"));
         let mut lines = said.lines();
         let resumed = lines.next().unwrap();
         assert!(
@@ -176,7 +178,7 @@ fn a_run_resumed_under_other_layouts_equals_the_one_that_never_stopped() {
 fn a_run_goes_on_from_its_own_newest_checkpoint_by_default() {
     let folder = with_tokens();
     let folder = folder.path();
-    let flags = TINY.replace("--train-iters 4", "--lr-decay-iters 4");
+    let flags = format!("{MODEL} --lr-decay-iters 4");
     ok(folder, &format!("train {flags} --train-iters 3 --save run"));
     let said = ok(folder, &format!("train {flags} --train-iters 4 --save run"));
     assert!(said.starts_with("resumed step 3 of run: "), "{said}");
@@ -188,4 +190,387 @@ fn a_run_goes_on_from_its_own_newest_checkpoint_by_default() {
     assert!(output.status.success());
     assert_eq!(text(&output.stderr), "nothing to train: 4 of 4 steps are done\n");
     assert_eq!(metrics(folder, "run").len(), 4);
+}
+
+#[test]
+fn a_pasted_launch_script_is_taken_and_what_makes_no_difference_is_named() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let script = "--num-layers 1 --hidden-size 16 --ffn-hidden-size 16 --num-attention-heads 2 --group-query-attention \
+                  --num-query-groups 2 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 \
+                  --global-batch-size 4 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 1 \
+                  --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --clip-grad 1.0 --train-iters 2 \
+                  --swiglu --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-5 \
+                  --position-embedding-type rope --rotary-base 500000 --untie-embeddings-and-output-weights \
+                  --attention-dropout 0.0 --hidden-dropout 0.0 --init-method-std 0.02 --use-flash-attn \
+                  --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 \
+                  --use-distributed-optimizer --overlap-grad-reduce --data-path tokens --tokenizer-type NullTokenizer \
+                  --vocab-size 257 --split 100,0,0 --save run --load run --save-interval 1 --log-interval 1 --seed 7";
+    let output = remesh(folder, &format!("train {script}"));
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    expect![[r#"
+        no effect here: --max-position-embeddings 32, --overlap-grad-reduce, --tokenizer-type NullTokenizer, --use-flash-attn
+    "#]]
+    .assert_eq(&text(&output.stderr));
+    assert_eq!(metrics(folder, "run").len(), 2);
+
+    let said =
+        refused(folder, &format!("train {script} --bf16 --num-experts 8 --normalization LayerNorm"), 2);
+    expect![[r#"
+        Error: RM6005
+
+          × `--normalization LayerNorm`: the one model so far is Llama-like: RMSNorm, rotary positions, SwiGLU, no biases; `--num-experts 8`: there are no experts so far; `--bf16`: the trainer computes in f32 on CPU so far
+          help: leave out --normalization LayerNorm --num-experts 8 --bf16
+    "#]]
+    .assert_eq(&said);
+}
+
+#[test]
+fn settings_come_from_the_file_and_flags_go_over_it() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let file = "[model]\nnum_layers = 1\nhidden_size = 16\nffn_hidden_size = 16\nnum_attention_heads = 2\n\
+                [training]\nseq_length = 32\nmicro_batch_size = 1\nglobal_batch_size = 4\ntrain_iters = 9\nlr = 1e-2\n\
+                [data]\ndata_path = \"tokens\"\n[checkpoint]\nsave = \"run\"\n";
+    std::fs::write(folder.join("run.toml"), file).unwrap();
+    ok(folder, "train --config run.toml --train-samples 8");
+    let by_file = metrics(folder, "run");
+    assert_eq!(by_file.len(), 2);
+    let no_dropout = MODEL.replace("0.1", "0");
+    ok(folder, &format!("train {no_dropout} --train-samples 8 --save flags"));
+    assert_eq!(metrics(folder, "flags"), by_file);
+
+    std::fs::write(
+        folder.join("typo.toml"),
+        "[parallelism]\ntensor_model_parallel_size = 2\ncontext_parallel_sizes = 4\n",
+    )
+    .unwrap();
+    expect![[r#"
+        Error: RM6002
+
+          × unknown key `context_parallel_sizes` in [parallelism]
+           ╭─[typo.toml:3:1]
+         2 │ tensor_model_parallel_size = 2
+         3 │ context_parallel_sizes = 4
+           · ───────────┬──────────
+           ·            ╰── not a known key
+           ╰────
+          help: did you mean `context_parallel_size`?
+    "#]]
+    .assert_eq(&refused(folder, "train --config typo.toml", 2));
+    std::fs::write(folder.join("type.toml"), "[training]\nlr = \"high\"\n").unwrap();
+    expect![[r#"
+        Error: RM6003
+
+          × invalid type: string "high", expected f64
+           ╭─[type.toml:2:6]
+         1 │ [training]
+         2 │ lr = "high"
+           ·      ───┬──
+           ·         ╰── here
+           ╰────
+          help: a value has the type that `remesh train --help` tells for the flag of the same name
+    "#]]
+    .assert_eq(&refused(folder, "train --config type.toml", 2));
+    std::fs::write(folder.join("table.toml"), "[optimizer]\nlr = 1.0\n").unwrap();
+    expect![[r#"
+        Error: RM6002
+
+          × unknown table or key `optimizer`
+           ╭─[table.toml:1:2]
+         1 │ [optimizer]
+           ·  ────┬────
+           ·      ╰── not a known key
+         2 │ lr = 1.0
+           ╰────
+          help: known here: model, parallelism, training, data, checkpoint, logging
+    "#]]
+    .assert_eq(&refused(folder, "train --config table.toml", 2));
+}
+
+#[test]
+fn every_number_of_a_layout_says_where_it_comes_from() {
+    let folder = with_tokens();
+    let output =
+        remesh(folder.path(), &format!("train {MODEL} --train-iters 4 -v --weight-shards 2 --seq-shards 2"));
+    let said = text(&output.stderr);
+    for line in [
+        "tensor-parallel-num-sequence-shards 2 (command line)",
+        "runtime CP 2 = configured CP 1 × 2 GTP sequence shards",
+        "batch parallel size 1 = DP 1 × 1 GTP batch shards",
+    ] {
+        assert!(said.lines().any(|said| said == line), "{said}");
+    }
+}
+
+#[test]
+fn layouts_that_cannot_be_are_refused_before_anything_is_written() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let refused =
+        |flags: &str| refused(folder, &format!("train {MODEL} --train-iters 4 --save run {flags}"), 2);
+    expect![[r#"
+        Error: RM2003
+
+          × TP 4 does not divide the 2 query groups: 2 % 4 != 0 (`decoder.layers.*.self_attention.linear_qkv.weight`)
+          help: pick a TP size that divides the query groups: 1, 2
+    "#]].assert_eq(&refused("--tp 4"));
+    expect![[r#"
+        Error: RM2001
+
+          × weight shards 3 ÷ TP 2 is not exact
+          help: `--tensor-parallel-num-weight-shards` is a multiple of TP 2
+    "#]]
+    .assert_eq(&refused("--weight-shards 3 --tp 2"));
+    expect![[r#"
+        Error: RM2030
+
+          × a leaf of 16 tokens does not divide T/(2·runtime CP) = 32/(2·2) = 8
+          help: the largest leaf that fits is --canonical-leaf-tokens 8
+    "#]]
+    .assert_eq(&refused("--cp 2 --canonical-leaf-tokens 16"));
+    expect![[r#"
+        Error: RM6005
+
+          × `--numerics fast` is not there yet
+          help: leave it out: canonical numerics are the default
+    "#]]
+    .assert_eq(&refused("--numerics fast"));
+    assert!(!folder.join("run").exists());
+}
+
+#[test]
+fn a_wish_to_resume_that_cannot_be_met_is_refused_and_each_says_why() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    std::fs::create_dir(folder.join("empty")).unwrap();
+    ok(folder, &format!("train {MODEL} --train-iters 4 --save run --save-interval 2"));
+    let refused = |flags: &str, exit| {
+        refused(folder, &format!("train {MODEL} --train-iters 4 {flags}"), exit)
+            .replace(folder.to_str().unwrap(), "FOLDER")
+    };
+    expect![[r#"
+        Error: RM4012
+
+          × no checkpoint of step 3 in `run`; nearest: 2, 4
+          help: name one of the steps there are, or `@latest`
+    "#]]
+    .assert_eq(&refused("--load run --ckpt-step 3 --save new", 3));
+    expect![[r#"
+        Error: RM4012
+
+          × there is no folder `rnu`
+          help: check the path for a typing error
+    "#]]
+    .assert_eq(&refused("--load rnu --save new", 3));
+    expect![[r#"
+        Error: RM4012
+
+          × no checkpoint in `empty`
+          help: check the folder, or start a run that saves there
+    "#]]
+    .assert_eq(&refused("--load empty --save new", 3));
+    expect![[r#"
+        Error: RM4012
+
+          × no checkpoint in `empty`
+          help: check the folder, or start a run that saves there
+    "#]]
+    .assert_eq(&refused("--save empty --exit-on-missing-checkpoint", 3));
+    expect![[r#"
+        Error: RM7003
+
+          × `FOLDER/run` holds whole checkpoints newer than step 2: 4
+          help: save to another folder, or give `--overwrite`: they are set aside, not deleted
+    "#]]
+    .assert_eq(&refused("--load run@2 --save run", 7));
+    expect![[r#"
+        Error: RM3001
+
+          × the checkpoint and this run differ: hidden-size is 16 in the checkpoint but 32 here; kv-channels is 8 in the checkpoint but 16 here; seed is 1234 in the checkpoint but 7 here
+          help: give this run the checkpoint's values, or another --save; what is a shape cannot change
+    "#]].assert_eq(&refused("--save run --seed 7 --hidden-size 32", 2));
+    expect![[r#"
+        Error: RM3001
+
+          × the checkpoint and this run differ: seed is 1234 in the checkpoint but 7 here
+          help: to go on with the new values: --allow-change seed
+    "#]]
+    .assert_eq(&refused("--save run --seed 7", 2));
+    let said = ok(folder, &format!("train {MODEL} --train-iters 4 --save empty --load auto"));
+    assert!(said.starts_with("starting afresh, 4 steps\n"), "{said}");
+}
+
+#[test]
+fn going_back_sets_newer_checkpoints_aside_when_told_to() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 4 --save run --save-interval 1"));
+    let before = metrics(folder, "run");
+    let said =
+        ok(folder, &format!("train {MODEL} --train-iters 4 --save run --ckpt-step 2 --overwrite --cp 2"));
+    assert!(said.contains("L3 step 3 is bit-identical"), "{said}");
+    // Step 3 was set aside and not saved again.
+    let listed: serde_json::Value = serde_json::from_str(&ok(folder, "ls run --json")).unwrap();
+    let state =
+        |step: &serde_json::Value| (step["step"].as_u64().unwrap(), step["complete"].as_bool().unwrap());
+    let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(state).collect();
+    assert_eq!(steps, [(1, true), (2, true), (3, false), (4, true)]);
+    assert_eq!(metrics(folder, "run")[4..], before[2..]);
+}
+
+#[test]
+fn damage_makes_an_older_step_stand_in_and_verify_names_it() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let train =
+        |iters: u32, flags: &str| format!("train {MODEL} --lr-decay-iters 6 --train-iters {iters} {flags}");
+    ok(folder, &train(6, "--save straight"));
+    ok(folder, &train(4, "--save run --save-interval 2"));
+    let data = folder.join("run/iter_0000004/data");
+    let pack = std::fs::read_dir(&data).unwrap().next().unwrap().unwrap().path();
+    let mut bytes = std::fs::read(&pack).unwrap();
+    bytes[100] ^= 1;
+    std::fs::write(&pack, bytes).unwrap();
+
+    let verified = remesh(folder, "verify run");
+    assert_eq!(verified.status.code(), Some(1));
+    let said = text(&verified.stdout);
+    assert!(
+        said.starts_with("BAD  `") && said.contains(pack.file_name().unwrap().to_str().unwrap()),
+        "{said}"
+    );
+    ok(folder, "verify run@2");
+    ok(folder, "verify run --deep=false");
+
+    let by_name = refused(folder, &train(6, "--save run --ckpt-step 4"), 6);
+    assert!(by_name.contains("is damaged"), "{by_name}");
+    let resumed = remesh(folder, &train(6, "--save run --save-interval 2"));
+    let (said, noted) = (text(&resumed.stdout), text(&resumed.stderr));
+    assert!(resumed.status.success(), "{noted}");
+    assert!(noted.starts_with("step 4 is damaged and passed over: "), "{noted}");
+    assert!(
+        said.starts_with("resumed step 2 of run: ") && said.contains("L3 step 3 is bit-identical"),
+        "{said}"
+    );
+    assert_eq!(metrics(folder, "run")[4..], metrics(folder, "straight")[2..]);
+    ok(folder, "verify run@4");
+}
+
+#[test]
+fn a_step_that_is_not_whole_is_passed_over_by_every_command_and_listed_with_the_reason() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 4 --save run --save-interval 2"));
+    std::fs::remove_file(folder.join("run/iter_0000004/checkpoint.json")).unwrap();
+    expect![[r#"
+        step 4 is passed over (RM4020): step 4 is incomplete: `run/iter_0000004` has no checkpoint.json
+    "#]]
+    .assert_eq(&text(&remesh(folder, "digest run").stderr));
+    expect![[r#"
+        Error: RM4020
+
+          × step 4 is incomplete: `run/iter_0000004` has no checkpoint.json
+          help: use `@latest`, which takes the newest whole step; `remesh verify` lists what is lost
+    "#]]
+    .assert_eq(&refused(folder, "inspect run@4", 6));
+    expect!["4  not whole  RM4020: step 4 is incomplete: `run/iter_0000004` has no checkpoint.json"]
+        .assert_eq(ok(folder, "ls run").lines().last().unwrap());
+    let verified = remesh(folder, "verify run@4");
+    assert_eq!(verified.status.code(), Some(1));
+    expect![[r#"
+        BAD  step 4 is incomplete: `run/iter_0000004` has no checkpoint.json
+        1 faults
+    "#]]
+    .assert_eq(&text(&verified.stdout));
+}
+
+#[test]
+fn a_first_signal_ends_a_run_with_a_complete_save_and_75() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let line = format!("train {MODEL} --train-iters 100000 --save run");
+    let mut child = command(folder, &line).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line.starts_with("step 2/")));
+    assert!(Command::new("kill").args(["-USR1", &child.id().to_string()]).status().unwrap().success());
+    let rest: Vec<String> = lines.collect();
+    assert_eq!(child.wait().unwrap().code(), Some(75));
+    let [.., stopping, saved] = &rest[..] else { panic!("{rest:?}") };
+    let step: u64 =
+        stopping.strip_prefix("stopping after step ").unwrap().split(',').next().unwrap().parse().unwrap();
+    assert!(saved.starts_with(&format!("saved step {step} to ")), "{saved}");
+    assert_eq!(metrics(folder, "run").last().unwrap().step, step);
+    ok(folder, &format!("verify run@{step}"));
+}
+
+#[test]
+fn a_plan_leads_with_what_a_change_of_layout_really_does() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 1 --weight-shards 2 --nproc-per-node 4 --save run"));
+    // CP instead of DP, and sequence shards instead of batch shards: nobody holds anything else.
+    expect![[r#"
+        step 1 of run: resume in place: 0 B to move
+
+                               saved  target
+          world size           4      4       same
+          TP                   1      1       same
+          PP                   1      1       same
+          weight shards        2      2       same
+          configured CP        1      2       changed
+          DP                   2      1       changed
+          weight replicas      2      2       same
+          GTP sequence shards  1      2       changed
+          runtime CP           1      4       changed
+          batch parallel size  4      1       changed
+          microbatches a step  1      4       changed
+
+          reading    158.0 KiB by all ranks, 71.4 KiB by one at most
+          data       next sample 4, in the same order
+          random     axes have other sizes: every rank derives its random streams anew; dropout and data order do not use them
+          exactness  losses equal those of the run that never stopped, bit for bit
+
+          tensor-model-parallel-size 1 (built-in default)
+          pipeline-model-parallel-size 1 (built-in default)
+          context-parallel-size 2 (command line)
+          sequence-parallel off (built-in default)
+          tensor-parallel-num-weight-shards 2 (command line)
+          tensor-parallel-num-sequence-shards 2 (command line)
+          data-parallel-size 1 = world size 4 ÷ (TP 1 × PP 1 × CP 2 × GTP 2)
+          rank-order gtp-inside-cp (built-in default)
+          seq-length 32 (checkpoint)
+          micro-batch-size 1 (checkpoint)
+          global-batch-size 4 (checkpoint)
+          GTP degree 2 = weight shards 2 ÷ TP 1
+          SP degree 1 = 1 without SP
+          GTP sequence shards 2 = sequence shards 2 ÷ SP degree 1
+          GTP batch shards 1 = GTP degree 2 ÷ 2 GTP sequence shards
+          runtime CP 4 = configured CP 2 × 2 GTP sequence shards
+          batch parallel size 1 = DP 1 × 1 GTP batch shards
+          weight replicas 2 = configured CP 2 × DP 1
+          microbatches 4 = global batch size 4 ÷ (micro batch size 1 × batch parallel size 1)
+    "#]]
+    .assert_eq(&ok(folder, "plan run --weight-shards 2 --seq-shards 2 --cp 2"));
+    let said = ok(folder, "plan run --tp 2 --sp --json");
+    let plan: serde_json::Value = serde_json::from_str(&said).unwrap();
+    assert_eq!(plan["schema"], "remesh.plan/1");
+    assert_eq!(plan["resume_in_place"], false);
+    assert!(plan["bytes"]["moved"].as_u64().unwrap() > 0);
+    assert_eq!(plan["resume"]["exact"], true);
+    assert_eq!(plan["saved"]["gtp"], 2);
+    assert_eq!(plan["target"]["tp"], 2);
+    refused(folder, "plan run --tp 3 --world-size 3", 2);
+}
+
+#[test]
+fn the_demonstration_shows_the_same_run_four_times() {
+    let folder = tempfile::tempdir().unwrap();
+    let said: serde_json::Value = serde_json::from_str(&ok(folder.path(), "demo --json")).unwrap();
+    assert_eq!(said["equal"], true);
+    let steps = said["steps"].as_array().unwrap();
+    assert_eq!(steps.len(), 10);
+    assert!(
+        steps[5..].iter().all(|row| row["resumed"].as_array().unwrap() == &vec![row["straight"].clone(); 3])
+    );
 }

@@ -109,6 +109,7 @@ fn what_canonical_numerics_does_not_admit_is_refused_with_the_numbers() {
     let mut config = POWERS.config(Layout { cp: 4, ..Layout::SINGLE }).unwrap();
     config.numerics.leaf_tokens = 16;
     let error = config.check().unwrap_err();
-    expect!["a leaf of 16 tokens does not divide T/(2·runtime CP) = 64/(2·4) = 8"].assert_eq(&error.to_string());
+    expect!["a leaf of 16 tokens does not divide T/(2·runtime CP) = 64/(2·4) = 8"]
+        .assert_eq(&error.to_string());
     expect!["the largest leaf that fits is --canonical-leaf-tokens 8"].assert_eq(&error.help());
 }

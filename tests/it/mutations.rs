@@ -29,7 +29,8 @@ fn each_collective_left_out_is_noticed() {
     let every_axis = config(EVERY_AXIS);
     assert_eq!(difference(&single, &trace(&every_axis, &tokens, tracing).unwrap()), None);
 
-    let groups = Arc::new(mesh::GroupTable::new("model", every_axis.parallel.layout())).for_rank(mesh::Rank(0));
+    let groups =
+        Arc::new(mesh::GroupTable::new("model", every_axis.parallel.layout())).for_rank(mesh::Rank(0));
     let ignored = CallLog::default();
     let comms = Comms::new(&groups, |kind| Rc::new(RecordedComm::new(&groups, kind, &ignored))).unwrap();
     let calls = Trainer::new(&every_axis, &groups, comms).unwrap().call_log().calls();
@@ -67,7 +68,8 @@ fn each_collective_left_out_is_noticed() {
         replica.gather_rows: dp_cp AllGather
         replica.scatter_grads: dp_cp ReduceScatter(Fixed)
         weight.gather: gtp_remat AllGather
-        weight.grad.scatter: gtp_remat ReduceScatter(Fixed)"#]].assert_eq(&listed.join("\n"));
+        weight.grad.scatter: gtp_remat ReduceScatter(Fixed)"#]]
+    .assert_eq(&listed.join("\n"));
 
     let unnoticed: Vec<_> = (sites.keys())
         .filter(|site| {

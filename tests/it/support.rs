@@ -223,7 +223,11 @@ fn rank_trace(
         for micro_batch in &mut batch.micro_batches {
             let MicroBatch { samples, weights, .. } = micro_batch;
             let poisoned = samples.iter().map(|sample| tracing.poison == Some(*sample as u64));
-            weights.iter_mut().zip(poisoned).filter(|(_, poisoned)| *poisoned).for_each(|(w, _)| *w = f32::NAN);
+            weights
+                .iter_mut()
+                .zip(poisoned)
+                .filter(|(_, poisoned)| *poisoned)
+                .for_each(|(w, _)| *w = f32::NAN);
         }
         let settings = StepSettings {
             lr: schedule.lr(step * config.parallel.global_batch_size()),

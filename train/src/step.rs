@@ -128,7 +128,12 @@ impl Program {
     }
 
     /// Runs everything once on a recorder, twice: the first time the weight store learns the order of uses.
-    fn record(&mut self, buffers: &Buffers, learning: &Comms, recorded: &Comms) -> Result<MemoryPlan, StepError> {
+    fn record(
+        &mut self,
+        buffers: &Buffers,
+        learning: &Comms,
+        recorded: &Comms,
+    ) -> Result<MemoryPlan, StepError> {
         self.record_once(&mut Recorder::new(buffers), learning)?;
         self.weights.finish_learning();
         let mut recorder = Recorder::new(buffers);

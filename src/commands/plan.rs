@@ -1,0 +1,150 @@
+//! `remesh plan`: what a resume under another layout does, before it is done.
+
+use crate::args::resolve;
+use crate::location::Location;
+use crate::output::{Output, human_bytes, table};
+use ckpt::Checkpoint;
+use mesh::{Explained, ParallelArgs, ParallelConfig, Source};
+use reshard::{CutChange, LayoutChange, plan_layout_change};
+use serde::Serialize;
+use std::fmt;
+use std::process::ExitCode;
+use train::config::TrainConfig;
+use train::resume::SavedRun;
+
+/// Flags of `remesh plan`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct PlanArgs {
+    /// RUN, RUN@STEP or the folder of a step
+    #[arg(value_name = "CKPT")]
+    checkpoint: Location,
+    /// Ranks of the job [default: as saved; with --data-parallel-size TP × PP × CP × GTP × DP]
+    #[arg(long, visible_alias = "nproc-per-node", value_name = "RANKS")]
+    world_size: Option<u32>,
+    #[command(flatten)]
+    parallel: ParallelArgs,
+}
+
+#[derive(Serialize)]
+struct Plan {
+    schema: &'static str,
+    run: String,
+    step: u64,
+    #[serde(flatten)]
+    change: LayoutChange,
+    /// Microbatches of a step.
+    microbatches: Microbatches,
+    resume: ResumePlan,
+    /// Every number of the target with its origin.
+    explained: Vec<Explained>,
+}
+
+#[derive(Serialize)]
+struct Microbatches {
+    saved: u64,
+    target: u64,
+}
+
+#[derive(Serialize)]
+struct ResumePlan {
+    next_sample: u64,
+    /// Whether the losses are those of the run that never stopped, bit for bit.
+    exact: bool,
+    /// Why not.
+    reasons: Vec<String>,
+}
+
+/// Plans a resume.
+pub(crate) fn run(args: &PlanArgs, output: &Output) -> anyhow::Result<ExitCode> {
+    let checkpoint = args.checkpoint.open(output)?;
+    let saved = SavedRun::of(checkpoint.commit())?.config;
+    let batch = ParallelArgs {
+        micro_batch_size: Some(saved.parallel.micro_batch_size()),
+        global_batch_size: Some(saved.parallel.global_batch_size()),
+        seq_length: Some(saved.parallel.seq_length()),
+        ..ParallelArgs::default()
+    };
+    let said =
+        ParallelArgs::merge(&[(Source::CommandLine, args.parallel.clone()), (Source::Checkpoint, batch)]);
+    let world_size = match (args.world_size, args.parallel.data_parallel_size) {
+        (None, None) => saved.parallel.layout().world_size(),
+        (world_size, _) => resolve::world_size(world_size, said.args()),
+    };
+    let target = said.resolve(world_size, 0)?;
+    TrainConfig { parallel: target, ..saved.clone() }.check()?;
+    output.result(&plan(&checkpoint, &saved.parallel, &target, said.explain(&target))?)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn plan(
+    checkpoint: &Checkpoint,
+    saved: &ParallelConfig,
+    target: &ParallelConfig,
+    explained: Vec<Explained>,
+) -> anyhow::Result<Plan> {
+    let sizes = [
+        ("sequence length", saved.seq_length(), target.seq_length()),
+        ("global batch size", saved.global_batch_size(), target.global_batch_size()),
+    ];
+    let changed = sizes.into_iter().filter(|(_, saved, wanted)| saved != wanted);
+    let reasons: Vec<String> =
+        changed.map(|(what, saved, wanted)| format!("the {what} changes from {saved} to {wanted}")).collect();
+    Ok(Plan {
+        schema: "remesh.plan/1",
+        run: checkpoint.store().to_string(),
+        step: checkpoint.step(),
+        change: plan_layout_change(checkpoint.catalog(), saved.layout(), target.layout())?,
+        microbatches: Microbatches { saved: saved.num_microbatches(), target: target.num_microbatches() },
+        resume: ResumePlan {
+            next_sample: checkpoint.commit().counters.consumed_train_samples,
+            exact: reasons.is_empty(),
+            reasons,
+        },
+        explained,
+    })
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Plan { run, step, change, microbatches, resume, .. } = self;
+        let recut = change.tensors.iter().filter(|tensor| tensor.cut != CutChange::Unchanged).count();
+        match change.resume_in_place {
+            true => writeln!(f, "step {step} of {run}: resume in place: 0 B to move")?,
+            false => writeln!(
+                f,
+                "step {step} of {run}: {} to move; {recut} of {} tensors are cut again",
+                human_bytes(change.bytes.moved),
+                change.tensors.len()
+            )?,
+        }
+        let mut rows = vec![["", "saved", "target"].map(String::from).to_vec()];
+        let mut row = |name: &str, saved: u64, target: u64| {
+            let same = if saved == target { "same" } else { "changed" };
+            rows.push(vec![format!("  {name}"), saved.to_string(), target.to_string(), same.into()]);
+        };
+        change.numbers.iter().for_each(|number| row(number.name, number.saved.into(), number.target.into()));
+        row("microbatches a step", microbatches.saved, microbatches.target);
+        let most = change.ranks.iter().map(|rank| rank.bytes.wanted).max().unwrap_or(0);
+        let exactness = match resume.exact {
+            true => "losses equal those of the run that never stopped, bit for bit".into(),
+            false => format!("not exact: {}", resume.reasons.join("; ")),
+        };
+        let facts = [
+            (
+                "reading",
+                format!(
+                    "{} by all ranks, {} by one at most",
+                    human_bytes(change.bytes.wanted),
+                    human_bytes(most)
+                ),
+            ),
+            ("data", format!("next sample {}, in the same order", resume.next_sample)),
+            ("random", change.random_streams.to_string()),
+            ("exactness", exactness),
+        ];
+        let notes = change.notes.iter().map(|note| ("note", note.clone()));
+        let facts = facts.into_iter().chain(notes).map(|(name, text)| vec![format!("  {name}"), text]);
+        write!(f, "\n{}\n{}\n", table(&rows), table(&facts.collect::<Vec<_>>()))?;
+        self.explained.iter().try_for_each(|line| writeln!(f, "  {line}"))
+    }
+}
