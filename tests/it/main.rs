@@ -8,4 +8,6 @@ mod cli;
 mod layouts;
 mod mutations;
 mod resume;
+mod streams;
 mod support;
+mod two_models;

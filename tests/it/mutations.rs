@@ -43,6 +43,7 @@ fn each_collective_left_out_is_noticed() {
     expect![[r#"
         attention.gather_grad: tp AllGather
         attention.gather_kv: cp AllGather
+        attention.gather_kv_again: cp AllGather
         attention.gather_tokens: tp AllGather
         attention.gather_tokens_again: tp AllGather
         attention.reduce: tp ReduceScatter(Tree)

@@ -1,13 +1,16 @@
 //! The promise: train on one mesh, save, load on another, and the losses equal those of the run that never stopped.
 
 use crate::support::{self, Layout, tiny_model};
-use ckpt::{Saver, StateSource, Store};
+use ckpt::{BoxIn, Saver, StateSource, Store, Strictness, copy_box, plan_load};
+use expect_test::expect;
+use mesh::{Region, ReplicaId, ShardedTensor};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 use train::config::TrainConfig;
+use train::data::Sampler;
 use train::data::TokenFile;
-use train::resume::{Level, Resume, Resumed, RngPolicy, Selection};
+use train::resume::{self, DataState, Level, Resume, Resumed, RngPolicy, Selection};
 use train::run::{Event, Job, RunEnd, RunError, RunName, SavePolicy, Step, run};
 
 /// What a run told.
@@ -19,13 +22,13 @@ pub struct Told {
 }
 
 /// Runs `config` to its last iteration, saving there and every `save_interval` steps into `store`, from `from` or from scratch.
-pub fn train(
+pub fn train<'a>(
     config: &TrainConfig,
     tokens: &TokenFile,
     store: &Store,
-    from: Option<&(dyn StateSource + Sync)>,
+    from: Option<&'a (dyn StateSource + Sync)>,
     save_interval: u64,
-    adjust: impl FnOnce(&mut Resume),
+    adjust: impl FnOnce(&mut Resume<'a>),
 ) -> Result<Told, RunError> {
     let told = Mutex::new(Told::default());
     let resume = from.map(|source| {
@@ -62,6 +65,16 @@ pub fn train(
             }
         },
     };
+    if let Some(resume) = &job.resume {
+        let num_samples = tokens.num_samples(config.parallel.seq_length())?;
+        let sampler =
+            Sampler::new(config.seed, num_samples, config.parallel.global_batch_size(), config.epoch_tail)?;
+        resume::check(
+            resume,
+            config,
+            &DataState::new(config, tokens.index_hash(), &sampler, num_samples, 0),
+        )?;
+    }
     match run(&job) {
         Ok(RunEnd { iteration, stopped }) => {
             assert_eq!((iteration, stopped), (config.train_iters, false));
@@ -78,6 +91,33 @@ pub fn train(
 pub fn fingerprints(source: &dyn StateSource) -> BTreeMap<String, String> {
     let tensors = source.catalog().tensors().iter().filter(|tensor| tensor.kind != mesh::StateKind::Rng);
     tensors.map(|tensor| (tensor.key.to_string(), tensor.fingerprint.to_string())).collect()
+}
+
+/// Bytes of every logical tensor of a checkpoint but the random streams.
+pub fn tensors(source: &dyn StateSource) -> BTreeMap<String, Vec<u8>> {
+    let stored = source.catalog().tensors().iter().filter(|tensor| tensor.kind != mesh::StateKind::Rng);
+    let wanted: Vec<ShardedTensor> = stored
+        .map(|tensor| ShardedTensor {
+            key: tensor.key.clone(),
+            dtype: tensor.dtype,
+            global_shape: tensor.shape.clone(),
+            region: Region::whole(&tensor.shape),
+            replica: ReplicaId::default(),
+        })
+        .collect();
+    let everything = Strictness::new(&[], &["*".to_owned()]).unwrap();
+    let plan = plan_load(source.catalog(), &wanted, &everything).unwrap();
+    let mut bytes: Vec<Vec<u8>> = wanted.iter().map(|w| vec![0; w.region.numel() as usize * 4]).collect();
+    source
+        .read(&plan, &mut |target, within, chunk| {
+            let shape = within.shape();
+            let whole = Region::whole(&shape);
+            let to = BoxIn { shape: &wanted[target].global_shape, region: within };
+            copy_box(chunk, BoxIn { shape: &shape, region: &whole }, &mut bytes[target], to, 4);
+            Ok(())
+        })
+        .unwrap();
+    wanted.into_iter().map(|wanted| wanted.key.to_string()).zip(bytes).collect()
 }
 
 const ITERATIONS: u64 = 4;
@@ -137,14 +177,91 @@ const fn layout(tp: u32, sp: bool, cp: u32, gtp: u32, nseq: u32, dp: u32) -> Lay
     Layout { tp, sp, cp, gtp, nseq, dp, mbs: 1 }
 }
 
+const POWERS: Case = Case { groups: 4, seq_length: 64, global_batch_size: 8 };
+
 #[test]
 fn a_resume_under_another_cp_degree_goes_on_bit_for_bit() {
-    let degrees = [1, 2, 4, 8].map(|cp| layout(1, false, cp, 1, 1, 1));
-    let case = Case { groups: 4, seq_length: 64, global_batch_size: 8 };
-    case.resumes(&[
-        (degrees[0], degrees[1]),
-        (degrees[1], degrees[2]),
-        (degrees[2], degrees[3]),
-        (degrees[3], degrees[0]),
+    let [one, two, four, eight] = [1, 2, 4, 8].map(|cp| layout(1, false, cp, 1, 1, 1));
+    POWERS.resumes(&[(one, two), (two, four), (four, eight), (eight, one)]);
+}
+
+#[test]
+fn a_resume_under_other_sequence_shards_goes_on_bit_for_bit() {
+    let [one, two, four] = [1, 2, 4].map(|nseq| layout(1, false, 1, 4, nseq, 1));
+    POWERS.resumes(&[(one, two), (two, four), (four, one), (layout(1, false, 2, 4, 2, 1), one)]);
+}
+
+#[test]
+fn a_resume_under_another_tp_goes_on_bit_for_bit() {
+    let [one, two, four] =
+        [layout(1, false, 1, 1, 1, 2), layout(2, true, 1, 1, 1, 1), layout(4, true, 1, 1, 1, 1)];
+    POWERS.resumes(&[(one, two), (two, four), (four, one), (one, four), (layout(4, false, 1, 2, 1, 1), two)]);
+}
+
+#[test]
+fn a_resume_over_mixed_axes_goes_on_bit_for_bit() {
+    POWERS.resumes(&[
+        (layout(2, true, 2, 2, 1, 1), layout(1, false, 2, 2, 2, 2)),
+        (layout(1, false, 1, 1, 1, 8), layout(2, true, 1, 4, 4, 1)),
+        (layout(2, false, 1, 2, 1, 2), layout(4, true, 2, 1, 1, 1)),
+        (layout(1, false, 2, 4, 4, 1), layout(2, true, 2, 1, 1, 2)),
     ]);
+}
+
+#[test]
+fn a_resume_over_3_and_8_ranks_goes_on_bit_for_bit() {
+    let thirds = Case { groups: 2, seq_length: 96, global_batch_size: 24 };
+    let single = Layout::SINGLE;
+    thirds.resumes(&[
+        (single, layout(1, false, 1, 3, 1, 1)),
+        (layout(1, false, 2, 2, 2, 2), layout(1, false, 3, 1, 1, 1)),
+        (layout(1, false, 1, 3, 3, 1), layout(2, true, 2, 2, 1, 1)),
+    ]);
+}
+
+/// Retraining from a checkpoint with other settings is refused, naming both values; what may change takes a word.
+#[test]
+fn what_must_match_is_compared_before_anything_is_loaded() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = support::token_file(folder.path(), 6000);
+    let store = Store::open("memory://").unwrap();
+    let config = POWERS.config(Layout::SINGLE);
+    train(&TrainConfig { train_iters: 1, ..config.clone() }, &tokens, &store, None, 0, |_| {}).unwrap();
+    let saved = store.checkpoint(1).unwrap();
+
+    let mut other = config.clone();
+    other.seed = 99;
+    other.model.num_layers = 3;
+    other.numerics.leaf_tokens = 2;
+    let error = train(&other, &tokens, &store, Some(&saved), 0, |_| {}).err().unwrap();
+    expect!["the checkpoint and this run differ: num-layers is 2 in the checkpoint but 3 here; seed is 1234 in the checkpoint but 99 here; numerics is Numerics { mode: Canonical, leaf_tokens: 4, tp_leaves: 4, grad_bits: 36, kv_bits: 40 } in the checkpoint but Numerics { mode: Canonical, leaf_tokens: 2, tp_leaves: 4, grad_bits: 36, kv_bits: 40 } here"].assert_eq(&error.to_string());
+
+    let mut reseeded = config.clone();
+    reseeded.seed = 99;
+    let seed = ["seed".to_owned()];
+    let told =
+        train(&reseeded, &tokens, &store, Some(&saved), 0, |resume| resume.allow_change = &seed).unwrap();
+    let resumed = told.resumed.unwrap();
+    assert_eq!(resumed.level, Some(Level::L0));
+    expect!["the next samples are not those that the saved run would have read"]
+        .assert_eq(&resumed.notes.join("; "));
+}
+
+/// Weights alone for a new run, and it says what was left.
+#[test]
+fn a_finetune_takes_the_weights_and_starts_at_iteration_0() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = support::token_file(folder.path(), 6000);
+    let store = Store::open("memory://").unwrap();
+    let config = TrainConfig { train_iters: 2, ..POWERS.config(Layout::SINGLE) };
+    train(&config, &tokens, &store, None, 0, |_| {}).unwrap();
+    let saved = store.checkpoint(2).unwrap();
+    let target = Store::open("memory://").unwrap();
+    let finetune = |resume: &mut Resume| resume.selection = Selection::FINETUNE;
+    let told = train(&config, &tokens, &target, Some(&saved), 0, finetune).unwrap();
+    let resumed = told.resumed.unwrap();
+    assert_eq!((resumed.iteration, resumed.counters.consumed_train_samples), (0, 0));
+    assert_eq!(resumed.level, None);
+    expect!["random streams were not asked for; not restored: optimizer, random streams, counters"]
+        .assert_eq(&resumed.notes.join("; "));
 }

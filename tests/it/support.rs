@@ -184,7 +184,7 @@ pub fn trace(config: &TrainConfig, tokens: &TokenFile, tracing: Tracing) -> Resu
 struct RankTrace {
     samples: Vec<Vec<(u64, u64)>>,
     outcomes: Vec<StepOutcome>,
-    pieces: Vec<(String, mesh::Shape, mesh::Region, Vec<u8>)>,
+    held: Vec<Held>,
 }
 
 fn rank_trace(
@@ -237,29 +237,37 @@ fn rank_trace(
         outcomes.push(trainer.step(&batch, &settings)?);
         consumed += sampler.batch_len(consumed);
     }
-    Ok(RankTrace { samples, outcomes, pieces: main_pieces(&mut trainer, &groups) })
+    Ok(RankTrace { samples, outcomes, held: held(&mut trainer, &groups) })
 }
 
-/// The boxes of which this rank holds the main replica.
-fn main_pieces(
-    trainer: &mut Trainer,
-    groups: &ProcessGroups,
-) -> Vec<(String, mesh::Shape, mesh::Region, Vec<u8>)> {
+/// A box of a tensor that a rank holds.
+struct Held {
+    key: String,
+    shape: mesh::Shape,
+    region: mesh::Region,
+    is_main: bool,
+    bytes: Vec<u8>,
+}
+
+/// Every box that this rank holds, in every replica.
+fn held(trainer: &mut Trainer, groups: &ProcessGroups) -> Vec<Held> {
     let state = RunState::new(trainer, "").unwrap();
     let streams = Streams::derive(0, groups, 0);
-    let mut pieces = Vec::new();
+    let mut all = Vec::new();
     for (index, entry) in state.table().entries().iter().enumerate() {
-        let shard = state.shard(index);
-        if entry.kind == StateKind::Rng || !shard.replica.is_main() {
+        if entry.kind == StateKind::Rng {
             continue;
         }
+        let (key, shape) = (entry.key.to_string(), entry.placement.shape());
+        let shard = state.shard(index);
         for piece in &shard.pieces {
             let mut bytes = vec![0; piece.local.numel() as usize * entry.dtype.size_bytes()];
             trainer.read_state(&state, &streams, index, &piece.local, &mut bytes).unwrap();
-            pieces.push((entry.key.to_string(), entry.placement.shape(), piece.region.clone(), bytes));
+            let (region, is_main) = (piece.region.clone(), shard.replica.is_main());
+            all.push(Held { key: key.clone(), shape: shape.clone(), region, is_main, bytes });
         }
     }
-    pieces
+    all
 }
 
 /// One trace from those of all ranks: logical tensors from their pieces, and outcomes that all ranks must agree on.
@@ -271,21 +279,29 @@ fn merge(ranks: Vec<RankTrace>) -> Result<Trace, String> {
         slots.dedup();
         trace.samples.push(slots.into_iter().map(|(_, sample)| sample).collect());
     }
-    for rank in ranks {
+    for rank in &ranks {
         let bits = |outcomes: &[StepOutcome]| -> Vec<_> {
             outcomes.iter().map(|o| (o.loss.to_bits(), o.grad_norm.to_bits(), o.applied)).collect()
         };
         if bits(&rank.outcomes) != bits(&trace.outcomes) {
             return Err(format!("ranks disagree: {:?} and {:?}", rank.outcomes, trace.outcomes));
         }
-        for (key, shape, region, bytes) in rank.pieces {
-            let whole = trace.state.entry(key).or_insert_with(|| vec![0; shape.numel() as usize * 4]);
-            let mut at = 0;
-            for run in region.runs(&shape) {
-                let len = (run.end - run.start) as usize * 4;
-                whole[run.start as usize * 4..][..len].copy_from_slice(&bytes[at..at + len]);
-                at += len;
+    }
+    // Main replicas make up the tensors, and every other replica must be the same.
+    let mut held: Vec<Held> = ranks.into_iter().flat_map(|rank| rank.held).collect();
+    held.sort_by_key(|held| !held.is_main);
+    for Held { key, shape, region, is_main, bytes } in held {
+        let whole = trace.state.entry(key.clone()).or_insert_with(|| vec![0; shape.numel() as usize * 4]);
+        let mut at = 0;
+        for run in region.runs(&shape) {
+            let (own, len) = (&bytes[at..], (run.end - run.start) as usize * 4);
+            let place = &mut whole[run.start as usize * 4..][..len];
+            if is_main {
+                place.copy_from_slice(&own[..len]);
+            } else if place != &own[..len] {
+                return Err(format!("replicas of `{key}` differ"));
             }
+            at += len;
         }
     }
     Ok(trace)

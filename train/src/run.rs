@@ -12,7 +12,7 @@ use crate::resume::{DataState, LoadError, Resume, Resumed, SchedulerState, load}
 use crate::state::{RunState, Streams};
 use crate::step::{BuildError, StepOutcome, StepSettings, Trainer};
 use ckpt::{Counters, Header, Random, SaveError, SaveReport, Saver, Snapshot};
-use mesh::{GroupKind, GroupTable, Schedule, ScheduleError};
+use mesh::{GroupKind, GroupTable, ProcessGroups, Schedule, ScheduleError};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -173,14 +173,23 @@ pub enum RunError {
 pub fn run(job: &Job) -> Result<RunEnd, WorldError<RunError>> {
     let world_size = job.config.parallel.layout().world_size();
     let groups = Arc::new(GroupTable::new("model", job.config.parallel.layout()));
-    let ends = World::run(world_size, WorldOptions::default(), |context| run_rank(job, &groups, context))?;
+    let run_rank = |context: &RankContext| run_rank(job, &groups.for_rank(context.rank()), "", context);
+    let ends = World::run(world_size, WorldOptions::default(), run_rank)?;
     Ok(ends[0])
 }
 
-fn run_rank(job: &Job, groups: &Arc<GroupTable>, context: &RankContext) -> Result<RunEnd, RunError> {
-    let groups = groups.for_rank(context.rank());
-    let comms = Comms::new(&groups, |kind| context.comm(&groups, kind)).map_err(BuildError::from)?;
-    let mut rank = RankRun::new(job, Trainer::new(job.config, &groups, comms)?, context)?;
+/// One rank's part of [`run`], for a model with these process groups whose keys begin with `key_prefix`. Several models may
+/// live in one world, each on its own ranks.
+///
+/// # Errors
+/// See [`run`].
+pub fn run_rank(
+    job: &Job,
+    groups: &ProcessGroups,
+    key_prefix: &str,
+    context: &RankContext,
+) -> Result<RunEnd, RunError> {
+    let mut rank = RankRun::new(job, groups, key_prefix, context)?;
     if let Some(resume) = &job.resume {
         rank.resume(resume)?;
     }
@@ -190,20 +199,16 @@ fn run_rank(job: &Job, groups: &Arc<GroupTable>, context: &RankContext) -> Resul
         if stopped {
             rank.tell(|| Event::Stopping { iteration: rank.iteration });
         }
-        let last = stopped || rank.iteration == job.config.train_iters;
-        rank.save_if_due(last)?;
+        rank.save_if_due(stopped || rank.iteration == job.config.train_iters)?;
         if stopped {
-            return Ok(RunEnd {
-                iteration: rank.iteration,
-                stopped: rank.iteration < job.config.train_iters,
-            });
+            break;
         }
     }
-    Ok(RunEnd { iteration: rank.iteration, stopped: false })
+    Ok(RunEnd { iteration: rank.iteration, stopped: rank.iteration < job.config.train_iters })
 }
 
-/// One rank's run.
-struct RankRun<'a> {
+/// One rank's run, step by step.
+pub struct RankRun<'a> {
     job: &'a Job<'a>,
     is_first: bool,
     trainer: Trainer,
@@ -224,24 +229,35 @@ struct RankRun<'a> {
 }
 
 impl<'a> RankRun<'a> {
-    fn new(job: &'a Job<'a>, mut trainer: Trainer, context: &RankContext) -> Result<Self, RunError> {
+    /// A rank that starts from scratch. Collective, as all that follows.
+    ///
+    /// # Errors
+    /// A configuration, layout or data set that cannot be trained.
+    pub fn new(
+        job: &'a Job<'a>,
+        groups: &ProcessGroups,
+        key_prefix: &str,
+        context: &RankContext,
+    ) -> Result<Self, RunError> {
         let config = job.config;
+        config.check()?;
         let parallel = &config.parallel;
         let global_batch_size = parallel.global_batch_size();
         let num_samples = job.tokens.num_samples(parallel.seq_length())?;
-        let groups = trainer.groups().clone();
-        let state = RunState::new(&mut trainer, "").map_err(BuildError::from)?;
+        let comms = Comms::new(groups, |kind| context.comm(groups, kind)).map_err(BuildError::from)?;
+        let mut trainer = Trainer::new(config, groups, comms)?;
+        let state = RunState::new(&mut trainer, key_prefix).map_err(BuildError::from)?;
         let saver = job.save.as_ref().map(|policy| {
-            let comm = context.comm_for("save", &groups, GroupKind::TpDpCp);
+            let comm = context.comm_for("save", groups, GroupKind::TpDpCp);
             (policy.saver)(Box::new(move |bytes| Ok(comm.gather_bytes("save.exchange", bytes)?)))
         });
         Ok(RankRun {
             job,
             is_first: groups.rank() == groups.table().ranks()[0],
             state,
-            streams: Streams::derive(config.seed, &groups, 0),
+            streams: Streams::derive(config.seed, groups, 0),
             sampler: Sampler::new(config.seed, num_samples, global_batch_size, config.epoch_tail)?,
-            reader: RankReader::new(parallel, &groups, config.loss_average),
+            reader: RankReader::new(parallel, groups, config.loss_average),
             schedule: Schedule::new(config.schedule.clone(), global_batch_size)?,
             saver,
             trainer,
@@ -254,23 +270,36 @@ impl<'a> RankRun<'a> {
         })
     }
 
+    /// The random streams of this rank's coordinates.
+    pub fn streams(&mut self) -> &mut Streams {
+        &mut self.streams
+    }
+
     fn tell(&self, event: impl FnOnce() -> Event) {
         if self.is_first {
             (self.job.observer)(&event());
         }
     }
 
-    fn resume(&mut self, resume: &Resume) -> Result<(), RunError> {
+    /// Takes the state from a checkpoint, and proves it.
+    ///
+    /// # Errors
+    /// Anything that keeps the state from being what was saved.
+    pub fn resume(&mut self, resume: &Resume) -> Result<Resumed, RunError> {
         let resumed = load(resume, &mut self.trainer, &self.state, &mut self.streams, &self.sampler)?;
         self.iteration = resumed.iteration;
         self.counters = resumed.counters;
         self.scheduler_samples = resumed.scheduler_samples;
         self.partial = resumed.partial.clone();
-        self.tell(|| Event::Resumed(Box::new(resumed)));
-        Ok(())
+        self.tell(|| Event::Resumed(Box::new(resumed.clone())));
+        Ok(resumed)
     }
 
-    fn step(&mut self) -> Result<(), RunError> {
+    /// The next iteration.
+    ///
+    /// # Errors
+    /// A failed rank or device, unreadable tokens, or too many skipped steps in a row.
+    pub fn step(&mut self) -> Result<(), RunError> {
         let start = Instant::now();
         let consumed = self.counters.consumed_train_samples;
         let slots = self.sampler.batch(consumed);
@@ -327,12 +356,19 @@ impl<'a> RankRun<'a> {
 
     fn save_if_due(&mut self, last: bool) -> Result<(), RunError> {
         let Some(policy) = &self.job.save else { return Ok(()) };
-        let due = last || (policy.interval > 0 && self.iteration.is_multiple_of(policy.interval));
-        if !due {
-            return Ok(());
+        match last || (policy.interval > 0 && self.iteration.is_multiple_of(policy.interval)) {
+            true => self.save(policy, last),
+            false => Ok(()),
         }
+    }
+
+    /// Saves the state as it is now. A failed save is told and training goes on, unless it is the second in a row or `last`.
+    ///
+    /// # Errors
+    /// The save's, if training cannot go on.
+    pub fn save(&mut self, policy: &SavePolicy, last: bool) -> Result<(), RunError> {
         let header = self.header(policy)?;
-        let saver = self.saver.as_ref().expect("made with the policy");
+        let saver = self.saver.as_ref().expect("a run with a policy has a saver");
         let groups = self.trainer.groups().clone();
         let (state, streams) = (&self.state, &self.streams);
         let (_, be) = self.trainer.parts();

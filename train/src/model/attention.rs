@@ -62,7 +62,7 @@ impl Attention {
         cx.run(Op::Linear { x: work.normed_full, w, out: saved.qkv, accumulate: false })?;
         let (positions, table) = (inputs.positions, inputs.rope_table);
         cx.run(Op::Rope { qkv: saved.qkv, positions, table, heads, inverse: false })?;
-        self.kv.gather(cx, saved.qkv, heads)?;
+        self.kv.gather(cx, "attention.gather_kv", saved.qkv, heads)?;
         cx.run(Op::Attention {
             qkv: saved.qkv,
             kv: self.kv.in_order,
@@ -111,7 +111,7 @@ impl Attention {
             leaf,
             bits,
         })?;
-        self.kv.gather(cx, saved.qkv, heads)?;
+        self.kv.gather(cx, "attention.gather_kv_again", saved.qkv, heads)?;
         cx.run(Op::Zero { dst: self.kv.d_in_order })?;
         cx.run(Op::AttentionBackward {
             qkv: saved.qkv,

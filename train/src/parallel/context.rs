@@ -2,8 +2,8 @@
 //! put into the order of positions, so that a query row meets the same keys in the same order under every degree.
 
 use super::{Cx, StepError};
-use crate::backend::{Buffers, Lifetime, Op, View};
-use crate::comm::Reduce;
+use crate::backend::{Buffers, Heads, Lifetime, Op, View};
+use crate::comm::{Reduce, Site};
 use mesh::DType;
 
 /// The keys and values of whole sequences, and the way there and back.
@@ -93,15 +93,10 @@ impl GatheredKv {
     }
 
     /// Fills `in_order` from the key and value heads of `qkv`.
-    pub(crate) fn gather(
-        &self,
-        cx: &mut Cx,
-        qkv: View,
-        heads: crate::backend::Heads,
-    ) -> Result<(), StepError> {
+    pub(crate) fn gather(&self, cx: &mut Cx, site: Site, qkv: View, heads: Heads) -> Result<(), StepError> {
         cx.run(Op::PackKv { qkv, kv: self.own, heads })?;
         if let Some(exchange) = &self.exchange {
-            let ticket = cx.comms.cp.all_gather(cx.be, "attention.gather_kv", self.own, exchange.gathered)?;
+            let ticket = cx.comms.cp.all_gather(cx.be, site, self.own, exchange.gathered)?;
             cx.comms.cp.wait(cx.be, ticket)?;
             cx.run(Op::GatherRows { src: exchange.gathered, index: exchange.to_order, dst: self.in_order })?;
         }
@@ -113,7 +108,7 @@ impl GatheredKv {
         &self,
         cx: &mut Cx,
         d_qkv: View,
-        heads: crate::backend::Heads,
+        heads: Heads,
         bits: u32,
     ) -> Result<(), StepError> {
         if let Some(exchange) = &self.exchange {
