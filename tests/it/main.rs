@@ -4,7 +4,9 @@
 
 mod anchor;
 mod architecture;
+mod averages;
 mod cli;
+mod labels;
 mod layouts;
 mod mutations;
 mod resume;

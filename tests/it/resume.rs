@@ -234,7 +234,7 @@ fn what_must_match_is_compared_before_anything_is_loaded() {
     other.model.num_layers = 3;
     other.numerics.leaf_tokens = 2;
     let error = train(&other, &tokens, &store, Some(&saved), 0, |_| {}).err().unwrap();
-    expect!["the checkpoint and this run differ: num-layers is 2 in the checkpoint but 3 here; seed is 1234 in the checkpoint but 99 here; numerics is Numerics { mode: Canonical, leaf_tokens: 4, tp_leaves: 4, grad_bits: 36, kv_bits: 40 } in the checkpoint but Numerics { mode: Canonical, leaf_tokens: 2, tp_leaves: 4, grad_bits: 36, kv_bits: 40 } here"].assert_eq(&error.to_string());
+    expect!["the checkpoint and this run differ: num-layers is 2 in the checkpoint but 3 here; seed is 1234 in the checkpoint but 99 here; numerics is canonical (leaf 4, TP blocks 4, fraction bits 36 and 40) in the checkpoint but canonical (leaf 2, TP blocks 4, fraction bits 36 and 40) here"].assert_eq(&error.to_string());
 
     let mut reseeded = config.clone();
     reseeded.seed = 99;

@@ -2,6 +2,7 @@
 
 use mesh::{ParallelConfig, ScheduleConfig};
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// Everything that decides a run's numbers, and its layout.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -124,6 +125,42 @@ pub enum EpochTail {
     Drop,
     /// The last batch of an epoch is filled up with samples of no weight.
     Pad,
+}
+
+impl fmt::Display for OptimizerConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let OptimizerConfig { adam_beta1, adam_beta2, adam_eps, clip_grad } = self;
+        write!(f, "AdamW (β {adam_beta1} and {adam_beta2}, ε {adam_eps}, clip {clip_grad})")
+    }
+}
+
+impl fmt::Display for Numerics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Numerics { mode: NumericsMode::Canonical, leaf_tokens, tp_leaves, grad_bits, kv_bits } = self;
+        write!(
+            f,
+            "canonical (leaf {leaf_tokens}, TP blocks {tp_leaves}, fraction bits {grad_bits} and {kv_bits})"
+        )
+    }
+}
+
+impl fmt::Display for LossAverage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            LossAverage::Token => "token",
+            LossAverage::Sample => "sample",
+        })
+    }
+}
+
+impl fmt::Display for EpochTail {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            EpochTail::Span => "span",
+            EpochTail::Drop => "drop",
+            EpochTail::Pad => "pad",
+        })
+    }
 }
 
 impl Numerics {

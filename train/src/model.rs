@@ -305,12 +305,14 @@ impl Model {
         }
         self.block_grad(cx, 0, HiddenSite::Embedding, "embedding.gather_grad")?;
         let (tokens, d_out) = (self.inputs.tokens, work.d_delta_full);
-        let (first_row, bits) = (self.shape.vocab_first_row as i32, self.shape.grad_bits);
+        let (first_row, leaf, bits) =
+            (self.shape.vocab_first_row as i32, self.shape.leaf, self.shape.grad_bits);
         cx.weights.add_grad(cx.be, cx.comms, self.table.embedding, |acc| Op::EmbedBackward {
             tokens,
             d_out,
             first_row,
             acc,
+            leaf,
             bits,
         })
     }

@@ -11,7 +11,9 @@ use ckpt::{
     BadGlob, BoxIn, Commit, Counters, Fingerprint, LoadPlanError, OwnShard, StateSource, StoredTensor,
     Strictness, copy_box, own_shards, plan_load,
 };
-use mesh::{DType, GroupKind, ParallelLayout, Region, ReplicaId, ShardedTensor, StateKind, TensorKey};
+use mesh::{
+    DType, GroupKind, ParallelLayout, ProcessGroups, Region, ReplicaId, ShardedTensor, StateKind, TensorKey,
+};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -317,10 +319,10 @@ pub fn compare(
         ),
         ("seed", true, a.seed.to_string(), b.seed.to_string()),
         ("data", true, describe_data(saved_data), describe_data(data)),
-        ("epoch-tail", true, format!("{:?}", a.epoch_tail), format!("{:?}", b.epoch_tail)),
-        ("loss-average", true, format!("{:?}", a.loss_average), format!("{:?}", b.loss_average)),
-        ("optimizer", true, format!("{:?}", a.optimizer), format!("{:?}", b.optimizer)),
-        ("numerics", true, format!("{:?}", a.numerics), format!("{:?}", b.numerics)),
+        ("epoch-tail", true, a.epoch_tail.to_string(), b.epoch_tail.to_string()),
+        ("loss-average", true, a.loss_average.to_string(), b.loss_average.to_string()),
+        ("optimizer", true, a.optimizer.to_string(), b.optimizer.to_string()),
+        ("numerics", true, a.numerics.to_string(), b.numerics.to_string()),
     ];
     rows.into_iter()
         .filter(|(_, _, saved, wanted)| saved != wanted)
@@ -521,16 +523,20 @@ fn load_streams(
         let note = "the checkpoint has no random streams; every rank derived its own".to_owned();
         return Ok(Continued { level: false, note: Some(note) });
     };
-    let coordinate =
-        [GroupKind::Pp, GroupKind::Tp, GroupKind::DpCpGtpRemat].map(|kind| groups.position(kind).0);
+    let coordinate = coordinate_of(groups);
     let same_grid = commit.layout.axis_sizes() == trainer.config().parallel.layout().axis_sizes();
-    let exists = coordinate.iter().zip(stored.shape.dims()).all(|(at, extent)| u64::from(*at) < *extent);
-    let [pp, tp, position] = coordinate;
+    let exists = |coordinate: &[u32; 3]| {
+        coordinate.iter().zip(stored.shape.dims()).all(|(at, extent)| u64::from(*at) < *extent)
+    };
     if !same_grid && resume.rng_policy == RngPolicy::Strict {
+        // The same coordinate on every rank: the first that was not saved, or, where only the axes differ, the first of all.
+        let all: Vec<_> =
+            groups.table().ranks().iter().map(|rank| coordinate_of(&groups.of(*rank))).collect();
+        let [pp, tp, position] = *all.iter().find(|coordinate| !exists(coordinate)).unwrap_or(&all[0]);
         let (saved, wanted) = (commit.layout, *trainer.config().parallel.layout());
         return Err(LoadError::MissingStream { saved, wanted, pp, tp, position });
     }
-    let restore = same_grid || (resume.rng_policy == RngPolicy::Existing && exists);
+    let restore = same_grid || (resume.rng_policy == RngPolicy::Existing && exists(&coordinate));
     if restore {
         let lo: Vec<u64> = coordinate.iter().map(|at| u64::from(*at)).collect();
         let hi: Vec<u64> = lo.iter().map(|at| at + 1).collect();
@@ -551,6 +557,11 @@ fn load_streams(
         kept => format!("{kept} ranks kept their random streams, {} derived new ones", all - kept),
     };
     Ok(Continued { level: !drawn, note: Some(note) })
+}
+
+/// Where the cell of a rank's streams lies.
+fn coordinate_of(groups: &ProcessGroups) -> [u32; 3] {
+    [GroupKind::Pp, GroupKind::Tp, GroupKind::DpCpGtpRemat].map(|kind| groups.position(kind).0)
 }
 
 /// Whether any saved stream was ever drawn from.

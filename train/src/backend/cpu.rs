@@ -150,13 +150,14 @@ impl Backend for CpuBackend {
                 let ([out], [table]) = self.f32s.borrow([out], [table]);
                 rows::embed(tokens, table, first_row, out);
             }
-            Op::EmbedBackward { tokens, d_out, first_row, acc, bits } => {
+            Op::EmbedBackward { tokens, d_out, first_row, acc, leaf, bits } => {
                 let mut fixed = FixedPoint::new(bits);
                 let ([], [tokens]) = self.i32s.borrow([], [tokens]);
                 let ([], [d_out]) = self.f32s.borrow([], [d_out]);
                 let ([acc], []) = self.i64s.borrow([acc], []);
                 rows::embed_backward(tokens, d_out, first_row, acc, &mut fixed);
-                self.note_peak(fixed.peak());
+                // Tokens are added one by one where others add leaves.
+                self.note_peak(fixed.peak() * leaf as f32);
             }
             Op::AddNorm { x, delta, gamma, eps, sum, rstd, out } => {
                 if x != sum {

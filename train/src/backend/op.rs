@@ -26,8 +26,9 @@ pub enum Op {
     /// `out[t] = table[tokens[t] - first_row]`, plus +0; zeros for tokens outside the shard.
     /// `tokens`: I32 `[M, 1]`; `table`: `[Vl, h]`; `out`: `[M, h]`.
     Embed { tokens: View, table: View, first_row: i32, out: View },
-    /// `acc[tokens[t] - first_row] += d_out[t]`. `acc`: I64 `[Vl, h]`.
-    EmbedBackward { tokens: View, d_out: View, first_row: i32, acc: View, bits: u32 },
+    /// `acc[tokens[t] - first_row] += d_out[t]`, token by token: against the range of fixed point a token counts as much as a
+    /// whole leaf. `acc`: I64 `[Vl, h]`.
+    EmbedBackward { tokens: View, d_out: View, first_row: i32, acc: View, leaf: usize, bits: u32 },
 
     /// `sum = x + delta`; `rstd[t] = 1 / sqrt(mean(sum[t]²) + eps)`; `out = sum · rstd · gamma` (RMSNorm).
     /// `x`, `delta`, `sum`, `out`: `[M, h]`; `gamma`: `[1, h]`; `rstd`: `[M, 1]`. `sum` may be `x`.

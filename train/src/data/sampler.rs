@@ -177,3 +177,129 @@ impl RankReader {
         Ok(RankBatch { micro_batches, count })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mesh::{ConfiguredCp, GroupTable, LayoutSizes, ParallelLayout, ParallelSettings};
+    use std::sync::Arc;
+
+    const SEED: u32 = 1234;
+
+    /// Sample ids of each step's batch, fillers left out, until `steps` are made or `until` samples used; with the counter.
+    fn ids(sampler: &Sampler, mut consumed: u64, steps: usize) -> (Vec<Vec<u64>>, u64) {
+        let mut all = Vec::new();
+        for _ in 0..steps {
+            let real = |slot: &Slot| (!slot.is_filler).then_some(slot.sample);
+            all.push(sampler.batch(consumed).iter().filter_map(real).collect());
+            consumed += sampler.batch_len(consumed);
+        }
+        (all, consumed)
+    }
+
+    fn sorted(mut ids: Vec<u64>) -> Vec<u64> {
+        ids.sort_unstable();
+        ids
+    }
+
+    #[test]
+    fn a_run_that_stops_inside_an_epoch_goes_on_where_it_was() {
+        let sampler = Sampler::new(SEED, 20, 4, EpochTail::Span).unwrap();
+        let (straight, _) = ids(&sampler, 0, 15);
+        let (first, consumed) = ids(&sampler, 0, 3);
+        assert_eq!(consumed, 12);
+        let (second, _) = ids(&sampler, consumed, 12);
+        assert_eq!([first, second].concat(), straight);
+        for epoch in straight.concat().chunks(20) {
+            assert_eq!(sorted(epoch.to_vec()), (0..20).collect::<Vec<_>>());
+        }
+        assert_eq!(straight[0], [2, 0, 19, 18], "the order that is written down for seed 1234");
+    }
+
+    #[test]
+    fn every_step_of_three_epochs_can_be_resumed_from() {
+        let sampler = Sampler::new(SEED, 10, 2, EpochTail::Span).unwrap();
+        let (straight, _) = ids(&sampler, 0, 15);
+        for at in 0..15 {
+            assert_eq!(ids(&sampler, 2 * at as u64, 15 - at).0, straight[at..], "from step {at}");
+        }
+        assert_ne!(straight[..5], straight[5..10], "each epoch has an order of its own");
+    }
+
+    #[test]
+    fn a_tail_is_dropped_filled_or_spanned() {
+        let of = |tail| Sampler::new(SEED, 10, 6, tail).unwrap();
+        let (dropped, consumed) = ids(&of(EpochTail::Drop), 0, 3);
+        assert_eq!((consumed, dropped.iter().map(Vec::len).collect::<Vec<_>>()), (18, vec![6, 6, 6]));
+        assert_eq!(
+            of(EpochTail::Drop).dropped_at(6),
+            Some((0, 4)),
+            "4 of the first epoch's samples are not used"
+        );
+        assert_eq!(of(EpochTail::Drop).dropped_at(3), None);
+
+        let (padded, consumed) = ids(&of(EpochTail::Pad), 0, 6);
+        assert_eq!((consumed, padded.iter().map(Vec::len).collect::<Vec<_>>()), (30, vec![6, 4, 6, 4, 6, 4]));
+        let fillers = of(EpochTail::Pad).batch(6).iter().filter(|slot| slot.is_filler).count();
+        assert_eq!(fillers, 2);
+
+        let (spanned, consumed) = ids(&of(EpochTail::Span), 0, 5);
+        assert_eq!(consumed, 30);
+        let three_times: Vec<u64> = (0..10).flat_map(|id| [id; 3]).collect();
+        assert_eq!(sorted(spanned.concat()), three_times);
+        for epoch in
+            [dropped.concat().chunks(6).collect::<Vec<_>>(), padded.concat().chunks(10).collect()].concat()
+        {
+            let mut distinct = sorted(epoch.to_vec());
+            distinct.dedup();
+            assert_eq!(distinct.len(), epoch.len(), "no sample twice in an epoch");
+        }
+    }
+
+    #[test]
+    fn a_rule_that_would_drop_everything_is_refused() {
+        let error = Sampler::new(SEED, 5, 6, EpochTail::Drop).unwrap_err();
+        assert_eq!(error, EmptyEpoch { num_samples: 5, global_batch_size: 6 });
+    }
+
+    /// The ids that all lanes of a layout read in one step.
+    fn lanes(slots: &[Slot], dp: u32, micro_batch_size: u32, cp: u32) -> Vec<Vec<u64>> {
+        let layout = ParallelLayout::new(LayoutSizes {
+            world_size: dp * cp,
+            cp: ConfiguredCp(cp),
+            ..ParallelLayout::single().sizes()
+        })
+        .unwrap();
+        let config = ParallelConfig::new(ParallelSettings {
+            layout,
+            sequence_parallel: false,
+            seq_length: 8,
+            micro_batch_size,
+            global_batch_size: slots.len() as u64,
+        })
+        .unwrap();
+        let table = Arc::new(GroupTable::new("model", &layout));
+        let read = |rank: &mesh::Rank| {
+            let reader = RankReader::new(&config, &table.for_rank(*rank), LossAverage::Token);
+            reader.own_slots(slots).flatten().map(|slot| slot.sample).collect()
+        };
+        table.ranks().iter().map(read).collect()
+    }
+
+    #[test]
+    fn a_global_batch_is_the_same_set_however_it_is_divided() {
+        let sampler = Sampler::new(SEED, 48, 8, EpochTail::Span).unwrap();
+        for step in 0..6 {
+            let slots = sampler.batch(step * 8);
+            let expected = sorted(slots.iter().map(|slot| slot.sample).collect());
+            for (dp, micro_batch_size) in [(2, 2), (4, 1), (1, 8), (8, 1)] {
+                let read = lanes(&slots, dp, micro_batch_size, 1);
+                assert_eq!(sorted(read.concat()), expected, "DP {dp}, micro-batch {micro_batch_size}");
+            }
+            // Context parallel peers share a lane.
+            let read = lanes(&slots, 2, 2, 2);
+            assert_eq!(read[0], read[1]);
+            assert_eq!(sorted([read[0].clone(), read[2].clone()].concat()), expected);
+        }
+    }
+}

@@ -209,7 +209,7 @@ proptest! {
         let (tokens_v, table_v, d_v) = (bench.i32s(&tokens), bench.input(&table), bench.input(&d_out));
         let (out, acc) = (bench.output(m, h), bench.acc(rows, h));
         bench.run(Op::Embed { tokens: tokens_v, table: table_v, first_row, out });
-        bench.run(Op::EmbedBackward { tokens: tokens_v, d_out: d_v, first_row, acc, bits: BITS });
+        bench.run(Op::EmbedBackward { tokens: tokens_v, d_out: d_v, first_row, acc, leaf: 1, bits: BITS });
         prop_assert_eq!(bench.mat(out).data, refops::embed(&tokens, &table, first_row).data);
         assert_close(&bench.fixed(acc, BITS), &refops::embed_backward(&tokens, &d_out, first_row, rows));
     }
