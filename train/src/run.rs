@@ -170,7 +170,7 @@ pub enum RunError {
 ///
 /// # Errors
 /// What the configuration or the checkpoint lacks, before any rank starts; the first rank's failure after that.
-pub fn run(job: &Job) -> Result<RunEnd, WorldError<RunError>> {
+pub fn run(job: &Job) -> Result<RunEnd, Box<WorldError<RunError>>> {
     let world_size = job.config.parallel.layout().world_size();
     let groups = Arc::new(GroupTable::new("model", job.config.parallel.layout()));
     let run_rank = |context: &RankContext| run_rank(job, &groups.for_rank(context.rank()), "", context);

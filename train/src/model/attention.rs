@@ -78,7 +78,7 @@ impl Attention {
         })?;
         let w = cx.weights.acquire(cx.be, cx.comms, params.proj)?;
         let cols = saved.out.cols / shape.blocks;
-        Ok(sum_blocks(cx.be, shape.blocks, work.partial, &work.tree, &mut |be, block, out| {
+        Ok(sum_blocks(cx.be, 0..shape.blocks, work.partial, &work.tree, &mut |be, block, out| {
             let (lo, hi) = (block * cols, (block + 1) * cols);
             be.run(Op::Linear {
                 x: saved.out.col_range(lo, hi),
@@ -145,7 +145,7 @@ impl Attention {
         let Model { shape, work, .. } = model;
         let w = cx.weights.acquire(cx.be, cx.comms, params.qkv)?;
         let rows = self.d_qkv.cols / shape.blocks;
-        sum_blocks(cx.be, shape.blocks, work.d_normed_partial, &work.tree, &mut |be, block, d_x| {
+        sum_blocks(cx.be, 0..shape.blocks, work.d_normed_partial, &work.tree, &mut |be, block, d_x| {
             let (lo, hi) = (block * rows, (block + 1) * rows);
             let (d_out, w) = (self.d_qkv.col_range(lo, hi), w.row_range(lo, hi));
             be.run(Op::LinearDx { d_out, w, d_x, accumulate: false })

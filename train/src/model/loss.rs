@@ -52,7 +52,7 @@ impl Loss {
         cx.run(Op::CeGrad { logits, max, sum, picked, target, weight, first_col, valid, loss })?;
         cx.run(Op::SumRows { x: loss, acc: loss_sum, leaf, bits })?;
 
-        sum_blocks(cx.be, shape.blocks, work.d_normed_partial, &work.tree, &mut |be, block, d_x| {
+        sum_blocks(cx.be, 0..shape.blocks, work.d_normed_partial, &work.tree, &mut |be, block, d_x| {
             let (lo, hi) = (block * block_rows, (block + 1) * block_rows);
             let (d_out, w) = (logits.col_range(lo, hi), w.row_range(lo, hi));
             be.run(Op::LinearDx { d_out, w, d_x, accumulate: false })

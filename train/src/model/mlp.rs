@@ -52,7 +52,7 @@ impl Mlp {
         cx.run(Op::Glu { gate_up: saved.gate_up, out: self.activation })?;
         let w = cx.weights.acquire(cx.be, cx.comms, params.fc2)?;
         let cols = shape.ffn / shape.blocks;
-        Ok(sum_blocks(cx.be, shape.blocks, work.partial, &work.tree, &mut |be, block, out| {
+        Ok(sum_blocks(cx.be, 0..shape.blocks, work.partial, &work.tree, &mut |be, block, out| {
             let (lo, hi) = (block * cols, (block + 1) * cols);
             let (x, w) = (self.activation.col_range(lo, hi), w.col_range(lo, hi));
             be.run(Op::Linear { x, w, out, accumulate: false })
@@ -94,7 +94,7 @@ impl Mlp {
         let Model { shape, work, .. } = model;
         let w = cx.weights.acquire(cx.be, cx.comms, params.fc1)?;
         let rows = shape.ffn / shape.blocks;
-        sum_blocks(cx.be, shape.blocks, work.d_normed_partial, &work.tree, &mut |be, block, d_x| {
+        sum_blocks(cx.be, 0..shape.blocks, work.d_normed_partial, &work.tree, &mut |be, block, d_x| {
             // A block is the same rows of gate and of up, which TP cuts apart.
             for (part, accumulate) in [(0, false), (shape.ffn, true)] {
                 let (lo, hi) = (part + block * rows, part + (block + 1) * rows);

@@ -6,6 +6,7 @@
 use super::{Cx, StepError};
 use crate::backend::{Backend, BackendError, Op, View};
 use crate::comm::{Reduce, Site};
+use std::ops::Range;
 
 /// All local tokens from the share that SP leaves this rank; without SP `full` is `share` itself.
 pub(crate) fn gather_tokens(cx: &mut Cx, site: Site, share: View, full: View) -> Result<(), StepError> {
@@ -26,32 +27,24 @@ pub(crate) fn reduce_tokens(cx: &mut Cx, site: Site, partial: View, share: View)
     Ok(tp.wait(cx.be, ticket)?)
 }
 
-/// `out` = the pairwise sum of `num_blocks` blocks, a power of two; `block` writes one of them into the view it is given.
+/// Writes one block of a sum into the view it is given.
+type Block<'a> = dyn FnMut(&mut dyn Backend, usize, View) -> Result<(), BackendError> + 'a;
+
+/// `out` = the pairwise sum of the blocks with these numbers, a power of two of them.
 /// `scratch`: one view like `out` for each level of the tree below the top.
 pub(crate) fn sum_blocks(
     be: &mut dyn Backend,
-    num_blocks: usize,
+    blocks: Range<usize>,
     out: View,
     scratch: &[View],
-    block: &mut dyn FnMut(&mut dyn Backend, usize, View) -> Result<(), BackendError>,
+    block: &mut Block,
 ) -> Result<(), BackendError> {
-    sub_tree(be, 0, num_blocks, out, scratch, block)
-}
-
-fn sub_tree(
-    be: &mut dyn Backend,
-    lo: usize,
-    hi: usize,
-    out: View,
-    scratch: &[View],
-    block: &mut dyn FnMut(&mut dyn Backend, usize, View) -> Result<(), BackendError>,
-) -> Result<(), BackendError> {
-    if hi - lo == 1 {
-        return block(be, lo, out);
+    if blocks.len() == 1 {
+        return block(be, blocks.start, out);
     }
-    let mid = lo + (hi - lo) / 2;
-    sub_tree(be, lo, mid, out, scratch, block)?;
+    let mid = blocks.start + blocks.len() / 2;
+    sum_blocks(be, blocks.start..mid, out, scratch, block)?;
     let (other, deeper) = scratch.split_first().expect("one scratch view a level");
-    sub_tree(be, mid, hi, *other, deeper, block)?;
+    sum_blocks(be, mid..blocks.end, *other, deeper, block)?;
     be.run(Op::Add { src: *other, dst: out })
 }
