@@ -137,7 +137,7 @@ pub(crate) fn is_damage(error: &anyhow::Error) -> bool {
 }
 
 /// The first rank's failure as an error.
-pub(crate) fn failure(error: Box<WorldError<RunError>>) -> anyhow::Error {
+pub(crate) fn failure(error: WorldError<RunError>) -> anyhow::Error {
     let rank = error.first.rank;
     let (code, exit, message) = match error.first.reason {
         Reason::Error(error) => return error.into(),

@@ -154,7 +154,7 @@ fn train_from(
         stop: &signals.stop,
         observer: &|event| progress.observe(event),
     };
-    let end = train::run::run(&job).map_err(failure)?;
+    let end = train::run::run(&job).map_err(|error| failure(*error))?;
     if end.iteration == iteration {
         output.note(format!("nothing to train: {iteration} of {} steps are done", config.train_iters));
     }
