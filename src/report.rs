@@ -21,7 +21,7 @@ pub(crate) struct Refusal {
     pub(crate) message: String,
     pub(crate) help: String,
     /// The place in a text that is to blame.
-    pub(crate) place: Option<Place>,
+    pub(crate) place: Option<Box<Place>>,
 }
 
 /// A part of a file.
@@ -244,7 +244,7 @@ impl Report {
         let mut messages = messages.into_iter();
         let message = messages.next().expect("a chain has its head");
         let cause = messages.rev().fold(None, |cause, message| Some(Box::new(Cause { message, cause })));
-        let place = error.chain().find_map(|cause| cause.downcast_ref::<Refusal>()?.place.as_ref());
+        let place = error.chain().find_map(|cause| cause.downcast_ref::<Refusal>()?.place.as_deref());
         let source = place.map(|place| {
             let label = LabeledSpan::new_with_span(Some(place.label.clone()), place.span.clone());
             (NamedSource::new(&place.file, place.text.clone()), label)

@@ -39,8 +39,9 @@ fn move_in<T>(key: &str, to: &mut Option<T>, from: &mut Option<T>, file: &str) -
 fn refusal(error: &toml::de::Error, file: String, text: &str) -> Refusal {
     let span = error.span().unwrap_or(0..0);
     let message = error.message();
-    let place =
-        |label: &str| Some(Place { file, text: text.to_owned(), span: span.clone(), label: label.into() });
+    let place = |label: &str| {
+        Some(Box::new(Place { file, text: text.to_owned(), span: span.clone(), label: label.into() }))
+    };
     let Some(unknown) = message.strip_prefix("unknown field `").and_then(|rest| rest.split_once('`')) else {
         let help = "a value has the type that `remesh train --help` tells for the flag of the same name";
         return Refusal { place: place("here"), ..Refusal::usage("RM6003", message, help) };

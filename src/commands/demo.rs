@@ -14,8 +14,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// What the model reads: this project's own documents.
-const DOCUMENTS: [(&str, &str); 2] =
-    [("README.md", include_str!("../../README.md")), ("cli.md", include_str!("../../docs/cli.md"))];
+const DOCUMENTS: [(&str, &str); 5] = [
+    ("README.md", include_str!("../../README.md")),
+    ("ARCHITECTURE.md", include_str!("../../ARCHITECTURE.md")),
+    ("cli.md", include_str!("../../docs/cli.md")),
+    ("format.md", include_str!("../../docs/format.md")),
+    ("resume.md", include_str!("../../docs/resume.md")),
+];
 
 const MODEL: &str = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --seq-length 128 \
                      --micro-batch-size 1 --global-batch-size 4 --hidden-dropout 0.1 --attention-dropout 0.1 --lr 3e-3 \

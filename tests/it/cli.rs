@@ -116,6 +116,19 @@ fn a_closed_pipe_ends_quietly() {
     assert!(folder.join("tokens.tokenizer.json").exists());
 }
 
+#[test]
+fn a_run_goes_on_when_nobody_reads_its_lines() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let line = format!("train {MODEL} --train-iters 3 --save run");
+    let output = command(folder, &line).stdout(writer).output().unwrap();
+    assert!(output.status.success());
+    assert_eq!(text(&output.stderr), "");
+    ok(folder, "verify run@3");
+}
+
 /// A tiny model on bytes; every run of a test adds its own flags.
 const MODEL: &str = "--num-layers 1 --hidden-size 16 --ffn-hidden-size 16 --num-attention-heads 2 --seq-length 32 \
                     --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --hidden-dropout 0.1 \
@@ -286,6 +299,36 @@ fn settings_come_from_the_file_and_flags_go_over_it() {
           help: known here: model, parallelism, training, data, checkpoint, logging
     "#]]
     .assert_eq(&refused(folder, "train --config table.toml", 2));
+}
+
+#[test]
+fn the_example_configuration_trains() {
+    let folder = with_tokens();
+    let example = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/remesh.toml");
+    let said = ok(folder.path(), &format!("train --config {example} --train-iters 1 --micro-batch-size 4"));
+    assert!(said.contains("saved step 1 to "), "{said}");
+}
+
+/// 10 samples, 3 ranks. `drop` leaves 4 samples of an epoch unused, `pad` fills 2 slots up, `span` crosses into the next epoch.
+#[test]
+fn each_rule_for_the_end_of_an_epoch_advances_the_counter_by_the_samples_it_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    std::fs::write(folder.join("a.bin"), vec![7; 10 * 32]).unwrap();
+    ok(folder, "data tokenize a.bin -o tokens");
+    let model = MODEL.replace("--micro-batch-size 1 --global-batch-size 4", "--micro-batch-size 2 --dp 3");
+    let run = |tail: &str, batch: u32, iters: u32| {
+        let flags =
+            format!("--global-batch-size {batch} --train-iters {iters} --epoch-tail {tail} --save {tail}");
+        let said = ok(folder, &format!("train {model} {flags}"));
+        let consumed = metrics(folder, tail).iter().map(|line| line.consumed_samples).collect::<Vec<_>>();
+        (said, consumed)
+    };
+    let (said, consumed) = run("drop", 6, 3);
+    assert_eq!(consumed, [6, 12, 18]);
+    assert!(said.contains("epoch 0 ended; 4 samples that fill no batch were not used\n"), "{said}");
+    assert_eq!(run("pad", 12, 3).1, [10, 20, 30]);
+    assert_eq!(run("span", 6, 5).1, [6, 12, 18, 24, 30]);
 }
 
 #[test]
@@ -502,6 +545,64 @@ fn a_first_signal_ends_a_run_with_a_complete_save_and_75() {
     assert!(saved.starts_with(&format!("saved step {step} to ")), "{saved}");
     assert_eq!(metrics(folder, "run").last().unwrap().step, step);
     ok(folder, &format!("verify run@{step}"));
+}
+
+#[test]
+fn a_signal_ends_a_run_that_saves_nothing_with_the_signals_own_code() {
+    let folder = with_tokens();
+    let line = format!("train {MODEL} --train-iters 100000");
+    let mut child = command(folder.path(), &line).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line.starts_with("step 1/")));
+    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
+    lines.for_each(drop);
+    assert_eq!(child.wait().unwrap().code(), Some(143));
+}
+
+#[test]
+fn a_step_that_is_not_the_earlier_one_fails_l3_and_says_both() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 2 --save run --save-interval 1"));
+    let path = folder.join("run/metrics.jsonl");
+    let lines = std::fs::read_to_string(&path).unwrap().replace("\"loss\":5.", "\"loss\":6.");
+    std::fs::write(&path, lines).unwrap();
+    let said = ok(folder, &format!("train {MODEL} --train-iters 2 --load run@1 --save new"));
+    let line = said.lines().find(|line| line.starts_with("L3 step 2 FAILED: loss 5.")).unwrap();
+    assert!(line.contains(", but metrics.jsonl has loss 6."), "{line}");
+}
+
+#[test]
+fn less_than_the_whole_state_is_said_and_no_level_is_claimed() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 4 --save run --save-interval 2"));
+    let line = format!("train {MODEL} --train-iters 4 --load run@2 --save new --no-load-optim");
+    let said = ok(folder, &line);
+    assert!(said.contains("verified what was loaded (not restored: optimizer)"), "{said}");
+    assert!(said.contains("L3 step 3 not expected: not restored: optimizer"), "{said}");
+    let said = refused(folder, &format!("{} --strict", line.replace("--save new", "--save strict")), 1);
+    assert!(said.contains("RM3110"), "{said}");
+    let line =
+        format!("train {MODEL} --train-iters 4 --load run@2 --save streams --cp 2 --rng-policy strict");
+    assert!(refused(folder, &line, 2).contains("RM3102"));
+    let said = ok(folder, &format!("train {MODEL} --train-iters 1 --load run --save tuned --finetune"));
+    assert!(said.contains("\nstep 1/1  "), "{said}");
+}
+
+/// Values that no step can use end a run, and the last save stays.
+#[test]
+fn steps_that_are_not_finite_end_a_run() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let line = format!(
+        "train {MODEL} --train-iters 9 --lr 1e30 --save run --save-interval 1 --max-skipped-in-a-row 2"
+    );
+    let output = remesh(folder, &line);
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stdout));
+    assert!(text(&output.stderr).contains("RM3201"));
+    assert!(text(&output.stdout).contains("skipped, nothing was updated"));
+    ok(folder, "verify run");
 }
 
 #[test]

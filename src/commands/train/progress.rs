@@ -66,12 +66,20 @@ pub(super) struct ResumedLine {
 #[derive(Debug, Serialize)]
 pub(super) struct L3 {
     step: u64,
-    /// Whether the loss is that of the earlier line, bit for bit; `None` if there is no such line.
+    /// Whether every number is that of the earlier line, bit for bit; `None` if there is no such line.
     identical: Option<bool>,
-    loss: Option<f64>,
-    earlier_loss: Option<f64>,
-    /// Why it may differ; empty if it must not.
+    found: Numbers,
+    earlier: Option<Numbers>,
+    /// Why they may differ; empty if they must not.
     not_expected: Vec<String>,
+}
+
+/// What a step came to.
+#[derive(Debug, Serialize)]
+struct Numbers {
+    loss: Option<f64>,
+    grad_norm: Option<f64>,
+    lr: f64,
 }
 
 #[derive(Debug, Serialize)]
@@ -203,14 +211,21 @@ fn not_expected(resumed: &Resumed, changes: &[String]) -> Vec<String> {
 }
 
 fn l3(metrics: &Metrics, earlier: &[Metrics], not_expected: Vec<String>) -> L3 {
-    let earlier = earlier.iter().rfind(|line| line.step == metrics.step);
-    let bits = |loss: Option<f64>| loss.map(f64::to_bits);
-    L3 {
-        step: metrics.step,
-        identical: earlier.map(|earlier| bits(earlier.loss) == bits(metrics.loss)),
-        loss: metrics.loss,
-        earlier_loss: earlier.and_then(|earlier| earlier.loss),
-        not_expected,
+    let found = Numbers::from(metrics);
+    let earlier = earlier.iter().rfind(|line| line.step == metrics.step).map(Numbers::from);
+    let identical = earlier.as_ref().map(|earlier| earlier.bits() == found.bits());
+    L3 { step: metrics.step, identical, found, earlier, not_expected }
+}
+
+impl From<&Metrics> for Numbers {
+    fn from(metrics: &Metrics) -> Self {
+        Numbers { loss: metrics.loss, grad_norm: metrics.grad_norm, lr: metrics.lr }
+    }
+}
+
+impl Numbers {
+    fn bits(&self) -> [Option<u64>; 3] {
+        [self.loss, self.grad_norm, Some(self.lr)].map(|number| number.map(f64::to_bits))
     }
 }
 
@@ -257,23 +272,24 @@ impl fmt::Display for ResumedLine {
 
 impl fmt::Display for L3 {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let step = self.step;
-        match (self.identical, self.not_expected.is_empty()) {
-            (Some(true), _) => write!(f, "L3 step {step} is bit-identical"),
-            (_, false) => write!(f, "L3 step {step} not expected: {}", self.not_expected.join("; ")),
-            (None, true) => {
-                write!(f, "L3 step {step} expected; {} has no earlier line of it", metrics::FILE_NAME)
+        write!(f, "L3 step {} ", self.step)?;
+        match (self.identical, &self.earlier) {
+            _ if !self.not_expected.is_empty() => write!(f, "not expected: {}", self.not_expected.join("; ")),
+            (Some(false), Some(earlier)) => {
+                write!(f, "FAILED: {}, but {} has {earlier}", self.found, metrics::FILE_NAME)
             }
-            (Some(false), true) => {
-                let (loss, earlier) = (show(self.loss), show(self.earlier_loss));
-                write!(f, "L3 step {step} FAILED: loss {loss}, but {earlier} in {}", metrics::FILE_NAME)
-            }
+            (Some(_), _) => f.write_str("is bit-identical"),
+            (None, _) => write!(f, "expected; {} has no earlier line of it", metrics::FILE_NAME),
         }
     }
 }
 
-fn show(loss: Option<f64>) -> String {
-    loss.map_or_else(|| "not finite".into(), |loss| loss.to_string())
+impl fmt::Display for Numbers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let number =
+            |value: Option<f64>| value.map_or_else(|| "not finite".into(), |value| value.to_string());
+        write!(f, "loss {}, gradient norm {}, lr {}", number(self.loss), number(self.grad_norm), self.lr)
+    }
 }
 
 impl fmt::Display for StepLine {
