@@ -10,18 +10,18 @@ fn remesh(folder: &Path, line: &str) -> Output {
     command(folder, line).output().unwrap()
 }
 
-fn command(folder: &Path, line: &str) -> Command {
+pub fn command(folder: &Path, line: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_remesh"));
     command.current_dir(folder).args(line.split_whitespace()).env_remove("RUST_LOG").stdin(Stdio::null());
     command
 }
 
-fn text(bytes: &[u8]) -> String {
+pub fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
 /// Runs and returns stdout of a command that must succeed.
-fn ok(folder: &Path, line: &str) -> String {
+pub fn ok(folder: &Path, line: &str) -> String {
     let output = remesh(folder, line);
     assert!(output.status.success(), "{line}: {}\n{}", output.status, text(&output.stderr));
     text(&output.stdout)
@@ -135,7 +135,7 @@ const MODEL: &str = "--num-layers 1 --hidden-size 16 --ffn-hidden-size 16 --num-
                     --attention-dropout 0.1 --data-path tokens";
 
 /// A folder with tokens under the prefix `tokens`.
-fn with_tokens() -> tempfile::TempDir {
+pub fn with_tokens() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let words: Vec<u8> = (0..4000u32).map(|i| ((i * i * 7 + i * 3 + (i >> 3)) % 251) as u8).collect();
     std::fs::write(folder.path().join("a.bin"), words).unwrap();
@@ -144,15 +144,15 @@ fn with_tokens() -> tempfile::TempDir {
 }
 
 #[derive(serde::Deserialize, Debug, PartialEq)]
-struct Metrics {
-    step: u64,
+pub struct Metrics {
+    pub step: u64,
     loss: f64,
     lr: f64,
     grad_norm: f64,
     consumed_samples: u64,
 }
 
-fn metrics(folder: &Path, run: &str) -> Vec<Metrics> {
+pub fn metrics(folder: &Path, run: &str) -> Vec<Metrics> {
     let lines = std::fs::read_to_string(folder.join(run).join("metrics.jsonl")).unwrap();
     lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }

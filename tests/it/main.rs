@@ -6,6 +6,7 @@ mod anchor;
 mod architecture;
 mod averages;
 mod cli;
+mod kills;
 mod labels;
 mod layouts;
 mod mutations;
