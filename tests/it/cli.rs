@@ -587,6 +587,7 @@ fn less_than_the_whole_state_is_said_and_no_level_is_claimed() {
         format!("train {MODEL} --train-iters 4 --load run@2 --save streams --cp 2 --rng-policy strict");
     assert!(refused(folder, &line, 2).contains("RM3102"));
     let said = ok(folder, &format!("train {MODEL} --train-iters 1 --load run --save tuned --finetune"));
+    assert!(said.starts_with("step 0 with weights of step 4 of run: "), "{said}");
     assert!(said.contains("\nstep 1/1  "), "{said}");
 }
 

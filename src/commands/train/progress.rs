@@ -19,8 +19,8 @@ pub(super) struct Progress<'a> {
     train_iters: u64,
     layout: ParallelLayout,
     log_interval: u64,
-    /// The run that is resumed from, for people.
-    loaded_from: String,
+    /// The run and the step that state is taken from.
+    loaded_from: (String, u64),
     state: Mutex<State>,
 }
 
@@ -50,8 +50,11 @@ pub(super) enum Line {
 
 #[derive(Debug, Serialize)]
 pub(super) struct ResumedLine {
+    /// Steps done.
     step: u64,
     from: String,
+    /// The step that was saved; another one than `step` for a new run with old weights.
+    from_step: u64,
     saved_layout: ParallelLayout,
     layout: ParallelLayout,
     tensors: usize,
@@ -108,10 +111,12 @@ impl<'a> Progress<'a> {
             Some(_) => None,
             None => Some(PathBuf::from(location)),
         };
-        let loaded_from = start.checkpoint.as_ref().map(|checkpoint| checkpoint.store().to_string());
+        let checkpoint = start.checkpoint.as_ref();
+        let loaded_from = checkpoint.map(|checkpoint| (checkpoint.store().to_string(), checkpoint.step()));
         let own = args.logging.log_dir.clone().or(args.checkpoint.save.as_deref().and_then(local));
         let mut earlier = Vec::new();
-        for folder in own.iter().chain(&loaded_from.as_deref().and_then(local)) {
+        let loaded_folder = loaded_from.as_ref().and_then(|(run, _)| local(run));
+        for folder in own.iter().chain(&loaded_folder) {
             earlier.extend(metrics::read(folder)?);
         }
         Ok(Progress {
@@ -184,7 +189,8 @@ impl<'a> Progress<'a> {
     fn resumed(&self, resumed: &Resumed) -> ResumedLine {
         ResumedLine {
             step: resumed.iteration,
-            from: self.loaded_from.clone(),
+            from: self.loaded_from.0.clone(),
+            from_step: self.loaded_from.1,
             saved_layout: resumed.saved_layout,
             layout: self.layout,
             tensors: resumed.num_tensors,
@@ -252,8 +258,11 @@ impl fmt::Display for Line {
 
 impl fmt::Display for ResumedLine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ResumedLine { step, from, saved_layout, layout, tensors, seconds, .. } = self;
-        write!(f, "resumed step {step} of {from}: {saved_layout} → ")?;
+        let ResumedLine { step, from, from_step, saved_layout, layout, tensors, seconds, .. } = self;
+        match step == from_step {
+            true => write!(f, "resumed step {step} of {from}: {saved_layout} → ")?,
+            false => write!(f, "step {step} with weights of step {from_step} of {from}: {saved_layout} → ")?,
+        }
         match saved_layout == layout {
             true => f.write_str("the same")?,
             false => layout.fmt(f)?,
