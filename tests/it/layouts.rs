@@ -21,7 +21,8 @@ const POWERS: Case = Case { groups: 4, seq_length: 64, global_batch_size: 8, mic
 /// TP 8 needs as many query groups.
 const EIGHT_GROUPS: Case = Case { groups: 8, ..POWERS };
 /// 3 and 6 ranks.
-const THREES: Case = Case { groups: 2, seq_length: 96, global_batch_size: 24, micro_batches: &[1, 2, 4] };
+const THREES: Case =
+    Case { groups: 2, seq_length: 96, global_batch_size: 24, micro_batches: &[1, 2, 3, 4, 6, 8, 12, 24] };
 
 impl Case {
     fn config(&self, layout: Layout) -> Result<TrainConfig, String> {
@@ -31,7 +32,25 @@ impl Case {
         Ok(config)
     }
 
-    /// Runs every layout of `ranks` ranks that is admitted and `keep` keeps, and compares it with the single rank.
+    /// Whether the written rules admit a layout; the code says the same in other words.
+    fn admits(&self, layout: Layout) -> bool {
+        let Layout { tp, sp, cp, gtp, nseq, dp, mbs } = layout;
+        let (seq, groups) = (self.seq_length, self.groups as u64);
+        let runtime_cp = u64::from(cp * nseq);
+        let leaf = ((1 << seq.trailing_zeros()) / 16).clamp(1, 64);
+        let sequence = seq.is_multiple_of(2 * runtime_cp) && (seq / (2 * runtime_cp)).is_multiple_of(leaf);
+        let share = !sp || seq.is_multiple_of(runtime_cp * u64::from(tp) * leaf);
+        let lanes = u64::from(dp * gtp / nseq * mbs);
+        let tree = tp.is_power_of_two() && groups.is_multiple_of(tp.into());
+        sequence
+            && share
+            && tree
+            && self.global_batch_size.is_multiple_of(lanes)
+            && (nseq == 1 || tp == 1 || sp)
+    }
+
+    /// Runs every layout of `ranks` ranks that is admitted and `keep` keeps, and compares it with the single rank; every other
+    /// one must be refused.
     fn compare(&self, ranks: &[u32], keep: impl Fn(&Layout) -> bool) -> usize {
         let folder = tempfile::tempdir().unwrap();
         let tokens = support::token_file(folder.path(), 6000);
@@ -39,7 +58,9 @@ impl Case {
         assert!(single.outcomes.iter().all(|outcome| outcome.applied && outcome.loss.is_finite()));
         let mut compared = 0;
         for layout in ranks.iter().flat_map(|ranks| Layout::all(*ranks, self.micro_batches)).filter(keep) {
-            if self.config(layout).is_ok() {
+            let refusal = self.config(layout).err();
+            assert_eq!(refusal.is_none(), self.admits(layout), "{layout:?}: {refusal:?}");
+            if refusal.is_none() {
                 let differs = difference(&single, &self.run(layout, &tokens));
                 assert!(differs.is_none(), "{layout:?}: {}", differs.unwrap_or_default());
                 compared += 1;

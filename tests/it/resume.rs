@@ -7,7 +7,7 @@ use mesh::{Region, ReplicaId, ShardedTensor};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
-use train::config::TrainConfig;
+use train::config::{EpochTail, LossAverage, ModelConfig, TrainConfig};
 use train::data::Sampler;
 use train::data::TokenFile;
 use train::resume::{self, DataState, Level, Resume, Resumed, RngPolicy, Selection};
@@ -127,12 +127,14 @@ struct Case {
     groups: usize,
     seq_length: u64,
     global_batch_size: u64,
+    tie_embeddings: bool,
 }
 
 impl Case {
     fn config(&self, layout: Layout) -> TrainConfig {
         let parallel = layout.parallel(self.seq_length, self.global_batch_size).unwrap();
-        let config = support::config(tiny_model(self.groups), parallel, ITERATIONS);
+        let model = ModelConfig { tie_embeddings: self.tie_embeddings, ..tiny_model(self.groups) };
+        let config = support::config(model, parallel, ITERATIONS);
         config.check().unwrap_or_else(|error| panic!("{layout:?}: {error}"));
         config
     }
@@ -153,6 +155,7 @@ impl Case {
             let second = train(&self.config(*after), &tokens, &store, Some(&saved), 0, |_| {}).unwrap();
             let resumed = second.resumed.unwrap();
             assert_eq!(resumed.level, Some(Level::L2), "{before:?} → {after:?}: {:?}", resumed.notes);
+            assert_eq!(first.steps.len() + second.steps.len(), straight.steps.len());
             for (found, expected) in first.steps.iter().chain(&second.steps).zip(&straight.steps) {
                 let at = expected.iteration;
                 let same = |a: f64, b: f64, what: &str| {
@@ -177,7 +180,7 @@ const fn layout(tp: u32, sp: bool, cp: u32, gtp: u32, nseq: u32, dp: u32) -> Lay
     Layout { tp, sp, cp, gtp, nseq, dp, mbs: 1 }
 }
 
-const POWERS: Case = Case { groups: 4, seq_length: 64, global_batch_size: 8 };
+const POWERS: Case = Case { groups: 4, seq_length: 64, global_batch_size: 8, tie_embeddings: false };
 
 #[test]
 fn a_resume_under_another_cp_degree_goes_on_bit_for_bit() {
@@ -210,13 +213,102 @@ fn a_resume_over_mixed_axes_goes_on_bit_for_bit() {
 
 #[test]
 fn a_resume_over_3_and_8_ranks_goes_on_bit_for_bit() {
-    let thirds = Case { groups: 2, seq_length: 96, global_batch_size: 24 };
+    let thirds = Case { groups: 2, seq_length: 96, global_batch_size: 24, tie_embeddings: false };
     let single = Layout::SINGLE;
     thirds.resumes(&[
         (single, layout(1, false, 1, 3, 1, 1)),
         (layout(1, false, 2, 2, 2, 2), layout(1, false, 3, 1, 1, 1)),
         (layout(1, false, 1, 3, 3, 1), layout(2, true, 2, 2, 1, 1)),
     ]);
+}
+
+#[test]
+fn a_tied_model_resumes_under_another_tp_bit_for_bit() {
+    let tied = Case { tie_embeddings: true, ..POWERS };
+    let [one, two, four] =
+        [layout(1, false, 1, 2, 1, 1), layout(2, true, 1, 1, 1, 1), layout(4, true, 1, 1, 1, 2)];
+    tied.resumes(&[(two, one), (one, four), (four, two)]);
+}
+
+/// A learning rate that blows the weights up: every rank leaves out every step from then on, and the run ends.
+#[test]
+fn steps_that_are_not_finite_end_the_run_after_some_in_a_row() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = support::token_file(folder.path(), 6000);
+    let mut config = TrainConfig { train_iters: 20, ..POWERS.config(layout(1, false, 2, 1, 1, 2)) };
+    (config.schedule.train, config.schedule.lr_decay, config.schedule.max_lr) = (20, 20, 1e30);
+    let error = train(&config, &tokens, &Store::open("memory://").unwrap(), None, 0, |_| {}).err().unwrap();
+    expect!["3 steps in a row, up to iteration 4, had values that were not finite or out of range"]
+        .assert_eq(&error.to_string());
+}
+
+/// Each setting that must match is a difference of its own, with both values; shapes cannot be allowed to change.
+#[test]
+fn every_setting_that_must_match_is_compared() {
+    let saved = POWERS.config(Layout::SINGLE);
+    let data = DataState {
+        num_samples: 93,
+        seq_length: 64,
+        index_hash: "00".into(),
+        next_batch: "00".into(),
+        next_batch_size: 8,
+    };
+    let mut table = Vec::new();
+    let mut change = |edit: &dyn Fn(&mut TrainConfig, &mut DataState)| {
+        let (mut wanted, mut wanted_data) = (saved.clone(), data.clone());
+        edit(&mut wanted, &mut wanted_data);
+        let differences = resume::compare(&saved, &data, &wanted, &wanted_data);
+        assert_eq!(differences.len(), 1, "{differences:?}");
+        let d = &differences[0];
+        let word = if d.overridable { "may be allowed" } else { "never" };
+        table.push(format!("{}: {} → {}, {word}", d.field, d.saved, d.wanted));
+    };
+    change(&|c, _| c.model.num_layers = 3);
+    change(&|c, _| c.model.hidden_size = 48);
+    change(&|c, _| c.model.ffn_hidden_size = 64);
+    change(&|c, _| c.model.num_attention_heads = 4);
+    change(&|c, _| c.model.num_query_groups = 2);
+    change(&|c, _| c.model.kv_channels = 4);
+    change(&|c, _| c.model.vocab_size = 300);
+    change(&|c, _| c.model.tie_embeddings = true);
+    change(&|c, _| c.model.norm_epsilon = 1e-6);
+    change(&|c, _| c.model.rotary_base = 5e5);
+    change(&|c, _| c.model.hidden_dropout = 0.0);
+    change(&|c, _| c.model.attention_dropout = 0.0);
+    change(&|c, _| c.parallel = Layout::SINGLE.parallel(128, 8).unwrap());
+    change(&|c, _| c.parallel = Layout::SINGLE.parallel(64, 16).unwrap());
+    change(&|c, _| c.seed = 1);
+    change(&|_, d| d.index_hash = "01".into());
+    change(&|c, _| c.epoch_tail = EpochTail::Drop);
+    change(&|c, _| c.loss_average = LossAverage::Sample);
+    change(&|c, _| c.optimizer.clip_grad = 0.5);
+    change(&|c, _| c.numerics.leaf_tokens = 2);
+    expect![[r#"
+        num-layers: 2 → 3, never
+        hidden-size: 32 → 48, never
+        ffn-hidden-size: 48 → 64, never
+        num-attention-heads: 8 → 4, never
+        num-query-groups: 4 → 2, never
+        kv-channels: 8 → 4, never
+        vocab-size: 257 → 300, never
+        tie-embeddings: false → true, never
+        norm-epsilon: 0.00001 → 0.000001, may be allowed
+        rotary-base: 10000 → 500000, may be allowed
+        hidden-dropout: 0.1 → 0, may be allowed
+        attention-dropout: 0.1 → 0, may be allowed
+        seq-length: 64 → 128, may be allowed
+        global-batch-size: 8 → 16, may be allowed
+        seed: 1234 → 1, may be allowed
+        data: 93 samples of index 00 → 93 samples of index 01, may be allowed
+        epoch-tail: span → drop, may be allowed
+        loss-average: token → sample, may be allowed
+        optimizer: AdamW (β 0.9 and 0.999, ε 0.00000001, clip 1) → AdamW (β 0.9 and 0.999, ε 0.00000001, clip 0.5), may be allowed
+        numerics: canonical (leaf 4, TP blocks 4, fraction bits 36 and 40) → canonical (leaf 2, TP blocks 4, fraction bits 36 and 40), may be allowed"#]].assert_eq(&table.join("\n"));
+
+    // Layout, ranks, micro-batch and the length of the run may change without a word.
+    let mut elsewhere = POWERS.config(Layout { tp: 2, sp: true, cp: 2, mbs: 2, ..Layout::SINGLE });
+    elsewhere.train_iters = 99;
+    assert_eq!(resume::compare(&saved, &data, &elsewhere, &data), []);
 }
 
 /// Retraining from a checkpoint with other settings is refused, naming both values; what may change takes a word.
