@@ -3,7 +3,9 @@
 use crate::catalog::{Catalog, StoredObject};
 use crate::encode::crc64;
 use crate::fingerprint::Fingerprint;
-use crate::manifest::{COMMIT_NAME, Commit, CommitFault, FileEntry, TableFault, parse_commit, read_tables};
+use crate::manifest::{
+    COMMIT_NAME, Commit, CommitFault, FileEntry, TableFault, VERSION, parse_commit, read_tables,
+};
 use crate::store::{Store, StoreError};
 use bytes::Bytes;
 use std::collections::BTreeMap;
@@ -33,6 +35,8 @@ pub enum OpenError {
     Files { step: u64, files: Vec<WrongFile> },
     #[error("`{object}` is not whole")]
     Commit { object: String, source: CommitFault },
+    #[error("`{object}` has version {found} of the format; this program reads versions up to {VERSION}")]
+    Version { object: String, found: u64 },
     #[error("`{object}` is the commit of step {found}; it does not belong in this folder")]
     Iteration { object: String, found: u64 },
     #[error("`{object}` is damaged: its checksum is {found:016x}, not {expected:016x}")]
@@ -77,9 +81,23 @@ pub struct Latest {
 }
 
 impl OpenError {
-    /// Whether the checkpoint is there and not whole, so that an older one may be taken instead.
+    /// Whether the checkpoint is there and not whole, so that an older one may be taken instead, and a new one made of the
+    /// step. One that this program cannot read or must not follow may be whole: it stands in the way.
     pub fn is_damage(&self) -> bool {
-        self.exit_code() == 6
+        match self {
+            OpenError::NoStep { .. }
+            | OpenError::NoCheckpoint { .. }
+            | OpenError::Version { .. }
+            | OpenError::Linked { .. } => false,
+            OpenError::NoCommit { .. }
+            | OpenError::Files { .. }
+            | OpenError::Commit { .. }
+            | OpenError::Iteration { .. }
+            | OpenError::Checksum { .. }
+            | OpenError::Table { .. }
+            | OpenError::Fingerprint { .. } => true,
+            OpenError::Store(error) => error.is_not_found(),
+        }
     }
 
     /// The error's number.
@@ -87,7 +105,7 @@ impl OpenError {
         match self {
             OpenError::NoStep { .. } | OpenError::NoCheckpoint { .. } => "RM4012",
             OpenError::NoCommit { .. } | OpenError::Files { .. } => "RM4020",
-            OpenError::Commit { source: CommitFault::Version { .. }, .. } => "RM4022",
+            OpenError::Version { .. } => "RM4022",
             OpenError::Commit { .. }
             | OpenError::Iteration { .. }
             | OpenError::Checksum { .. }
@@ -103,8 +121,8 @@ impl OpenError {
         match self {
             OpenError::NoStep { .. } => "name one of the steps there are, or `@latest`".to_owned(),
             OpenError::NoCheckpoint { .. } => "check the folder, or start a run that saves there".to_owned(),
-            OpenError::Commit { source: CommitFault::Version { .. }, .. } => {
-                "it was saved by a newer program; update this one".to_owned()
+            OpenError::Version { .. } => {
+                "it was saved by a newer program; update this one, or name an older step".to_owned()
             }
             OpenError::Linked { .. } => "copy the file itself into the checkpoint's folder".to_owned(),
             OpenError::Store(error) => error.help(),
@@ -216,15 +234,16 @@ impl Store {
     /// turned up while a newer one was read.
     ///
     /// # Errors
-    /// If the store cannot be read. Steps that are not whole are passed over, and listed.
-    pub fn latest(&self, below: Option<u64>) -> Result<Latest, StoreError> {
+    /// If the store cannot be read, or a step on the way there is refused: it has a newer version of the format, or files
+    /// that are links. Steps that are not whole are passed over, and listed.
+    pub fn latest(&self, below: Option<u64>) -> Result<Latest, OpenError> {
         let mut passed_over = Vec::new();
         let steps = self.steps()?;
         for step in steps.into_iter().rev().filter(|step| below.is_none_or(|below| *step < below)) {
             match Checkpoint::open(self, step) {
                 Ok(checkpoint) => return Ok(Latest { checkpoint: Some(checkpoint), passed_over }),
-                Err(OpenError::Store(error)) if !error.is_not_found() => return Err(error),
-                Err(why) => passed_over.push(PassedOver { step, why }),
+                Err(why) if why.is_damage() => passed_over.push(PassedOver { step, why }),
+                Err(error) => return Err(error),
             }
         }
         Ok(Latest { checkpoint: None, passed_over })
@@ -233,14 +252,14 @@ impl Store {
     /// The steps after `step` that are whole, ascending.
     ///
     /// # Errors
-    /// If the store cannot be read.
-    pub fn whole_steps_after(&self, step: u64) -> Result<Vec<u64>, StoreError> {
+    /// If the store cannot be read, or one of the steps is refused, as by [`Store::latest`].
+    pub fn whole_steps_after(&self, step: u64) -> Result<Vec<u64>, OpenError> {
         let mut whole = Vec::new();
         for newer in self.steps()?.into_iter().filter(|newer| *newer > step) {
             match Checkpoint::open(self, newer) {
                 Ok(_) => whole.push(newer),
-                Err(OpenError::Store(error)) if !error.is_not_found() => return Err(error),
-                Err(_) => {}
+                Err(why) if why.is_damage() => {}
+                Err(error) => return Err(error),
             }
         }
         Ok(whole)
@@ -259,8 +278,11 @@ pub(crate) fn read_commit(store: &Store, step: u64) -> Result<Commit, OpenError>
         Err(error) => return Err(error.into()),
     };
     let object = store.full_name(&path);
-    let commit =
-        parse_commit(&text).map_err(|source| OpenError::Commit { object: object.clone(), source })?;
+    let commit = match parse_commit(&text) {
+        Ok(commit) => commit,
+        Err(CommitFault::Version { found }) => return Err(OpenError::Version { object, found }),
+        Err(source) => return Err(OpenError::Commit { object, source }),
+    };
     if commit.iteration != step {
         return Err(OpenError::Iteration { object, found: commit.iteration });
     }
@@ -270,6 +292,9 @@ pub(crate) fn read_commit(store: &Store, step: u64) -> Result<Commit, OpenError>
 /// Compares the files of a checkpoint with what lies in its folder.
 pub(crate) fn check_files(store: &Store, step: u64, files: &[FileEntry]) -> Result<(), OpenError> {
     let folder = folder_of(step);
+    if let Some(file) = files.iter().find(|file| store.is_linked(&folder, &file.path)) {
+        return Err(OpenError::Linked { object: store.full_name(&format!("{folder}/{}", file.path)) });
+    }
     let there: BTreeMap<String, u64> = store.list(&folder)?;
     let wrong = |file: &FileEntry| {
         let found = there.get(&file.path).copied();
@@ -277,13 +302,7 @@ pub(crate) fn check_files(store: &Store, step: u64, files: &[FileEntry]) -> Resu
         (found != Some(file.bytes)).then_some(WrongFile { object, expected: file.bytes, found })
     };
     let wrong: Vec<WrongFile> = files.iter().filter_map(wrong).collect();
-    if !wrong.is_empty() {
-        return Err(OpenError::Files { step, files: wrong });
-    }
-    match files.iter().find(|file| store.is_linked(&folder, &file.path)) {
-        Some(file) => Err(OpenError::Linked { object: store.full_name(&format!("{folder}/{}", file.path)) }),
-        None => Ok(()),
-    }
+    if wrong.is_empty() { Ok(()) } else { Err(OpenError::Files { step, files: wrong }) }
 }
 
 impl Checkpoint {

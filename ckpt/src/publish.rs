@@ -16,6 +16,9 @@ use crate::write::remove_files;
 pub(crate) enum PublishError {
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The commit that is there cannot be judged.
+    #[error(transparent)]
+    Open(#[from] OpenError),
     #[error("the files are not as they were written")]
     Files { source: OpenError },
     #[error(
@@ -104,7 +107,8 @@ fn commit_of(header: Header, attempt: &str, catalog: &Catalog, files: Vec<FileEn
     }
 }
 
-/// Creates `checkpoint.json`. One that is there and not whole, or known as damaged (`replaces`), is set aside first.
+/// Creates `checkpoint.json`. One that is there and not whole, or known as damaged (`replaces`), is set aside first; one that
+/// cannot be judged stays.
 fn create_commit(store: &Store, commit: &Commit, replaces: bool) -> Result<(), PublishError> {
     let step = commit.iteration;
     let path = format!("{}/{COMMIT_NAME}", folder_of(step));
@@ -121,16 +125,14 @@ fn create_commit(store: &Store, commit: &Commit, replaces: bool) -> Result<(), P
                 // A call that was repeated after its answer got lost.
                 Ok(found) if is_ours(&found) => return Ok(()),
                 Ok(_) if replaces => set_commit_aside(store, step, &commit.writer.run)?,
-                Ok(found) => match store.checkpoint(step) {
-                    Ok(_) => {
+                found => match found.and_then(|found| store.checkpoint(step).map(|_| found)) {
+                    Ok(found) => {
                         let (owner, created) = (Box::new(found.writer), found.created);
                         return Err(PublishError::Exists { step, owner, created });
                     }
-                    Err(OpenError::Store(error)) => return Err(error.into()),
-                    Err(_) => set_commit_aside(store, step, &commit.writer.run)?,
+                    Err(why) if why.is_damage() => set_commit_aside(store, step, &commit.writer.run)?,
+                    Err(error) => return Err(error.into()),
                 },
-                Err(OpenError::Store(error)) => return Err(error.into()),
-                Err(_) => set_commit_aside(store, step, &commit.writer.run)?,
             }
         } else {
             // It failed, but it may be there: not durable, or the answer got lost. What may be visible keeps its files.
@@ -174,9 +176,9 @@ pub enum DestinationError {
         /// The newer steps, ascending.
         newer: Vec<u64>,
     },
-    /// The store cannot be read.
+    /// The store cannot be read, or a newer step is refused.
     #[error(transparent)]
-    Store(#[from] StoreError),
+    Open(#[from] OpenError),
 }
 
 impl DestinationError {
@@ -184,7 +186,7 @@ impl DestinationError {
     pub fn code(&self) -> &'static str {
         match self {
             DestinationError::Newer { .. } => "RM7003",
-            DestinationError::Store(error) => error.code(),
+            DestinationError::Open(error) => error.code(),
         }
     }
 
@@ -194,7 +196,7 @@ impl DestinationError {
             DestinationError::Newer { .. } => {
                 "save to another folder, or give `--overwrite`: they are set aside, not deleted".to_owned()
             }
-            DestinationError::Store(error) => error.help(),
+            DestinationError::Open(error) => error.help(),
         }
     }
 
@@ -202,7 +204,7 @@ impl DestinationError {
     pub fn exit_code(&self) -> u8 {
         match self {
             DestinationError::Newer { .. } => 7,
-            DestinationError::Store(error) => error.exit_code(),
+            DestinationError::Open(error) => error.exit_code(),
         }
     }
 }
@@ -215,7 +217,7 @@ impl Store {
     /// Checks that a run which goes on from `step` would contradict no newer checkpoint here.
     ///
     /// # Errors
-    /// If there are whole checkpoints of later steps, or the store cannot be read.
+    /// If there are whole checkpoints of later steps, or ones that are refused, or the store cannot be read.
     pub fn require_none_after(&self, step: u64) -> Result<(), DestinationError> {
         let newer = self.whole_steps_after(step)?;
         if newer.is_empty() {

@@ -189,6 +189,7 @@ impl Fault {
                             resume with `--overwrite`";
                 ("RM7002", help.to_owned(), 7)
             }
+            Fault::Publish(PublishError::Open(error)) => (error.code(), error.help(), error.exit_code()),
             Fault::Publish(PublishError::Files { source }) => {
                 let help = "something else removes or changes files in this folder while they are written";
                 (source.code(), help.to_owned(), 5)

@@ -54,8 +54,8 @@ pub(crate) fn run(args: &LsArgs, output: &Output) -> anyhow::Result<ExitCode> {
                     layout: commit.layout,
                 }
             }
-            Err(error) if error.is_damage() => broken(&error),
-            Err(error) => return Err(error.into()),
+            Err(OpenError::Store(error)) if !error.is_not_found() => return Err(error.into()),
+            Err(error) => broken(&error),
         };
         checkpoints.push(Row { step, state });
     }

@@ -1,8 +1,8 @@
 //! Choosing what to resume from when the newest step is not whole.
 
 use crate::support::*;
-use ckpt::testing::load;
-use ckpt::{Checkpoint, Fault, Store, crc64};
+use ckpt::testing::{RankMemory, header, load, save};
+use ckpt::{Checkpoint, Fault, OpenError, Store, crc64};
 use mesh::{DType, Placement, Shape, StateKind, StateTable};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -138,20 +138,54 @@ fn the_newest_whole_step_is_taken() {
         let name = run.file(".pack").file_name().unwrap().to_str().unwrap().to_owned();
         run.edit_commit(|text| sealed(&text.replacen(&name, "../x.pack", 1)));
     });
-    assert_passed_over("a symbolic link", "is a symbolic link", |run| {
-        let pack = run.file(".pack");
-        let elsewhere = run.root.join("elsewhere");
-        fs::rename(&pack, &elsewhere).unwrap();
-        std::os::unix::fs::symlink(&elsewhere, &pack).unwrap();
+}
+
+/// What may be whole, and this program cannot tell, stops everything that looks for a step or would replace it.
+fn assert_refused(code: &str, words: &str, change: impl Fn(&Run)) {
+    let run = run();
+    change(&run);
+    let before = all_files(&run.root);
+    let check = |error: OpenError| {
+        assert!(!error.is_damage() && error.to_string().contains(words), "{error}");
+        assert_eq!((error.code(), error.exit_code()), (code, 6));
+    };
+    check(run.store.checkpoint(20).unwrap_err());
+    check(run.store.latest(None).unwrap_err());
+    check(run.store.whole_steps_after(10).unwrap_err());
+    assert_eq!(run.store.latest(Some(20)).unwrap().require(&run.store).unwrap().step(), 10);
+    let error = run.store.require_none_after(10).unwrap_err();
+    assert_eq!((error.code(), error.exit_code()), (code, 6));
+    let saved = ranks(ONE).run(|groups, exchange| {
+        let (table, header) = (table(), header(20, layout(ONE)));
+        save(&run.store, header, &table, &groups, exchange, &RankMemory::labelled(&table, &groups))
+    });
+    let error = saved.into_iter().next().unwrap().unwrap_err();
+    assert!(error.to_string().contains(words), "{error}");
+    assert_eq!((error.code(), error.exit_code()), (code, 6));
+    assert_eq!(all_files(&run.root), before, "the commit stays, and nothing of the save does");
+}
+
+#[test]
+fn a_newer_version_is_never_passed_over_or_replaced() {
+    assert_refused("RM4022", "checkpoint.json` has version 2 of the format", |run| {
+        run.edit_commit(|text| sealed(&text.replacen("\"version\": 1", "\"version\": 2", 1)));
     });
 }
 
 #[test]
-fn a_newer_version_is_refused_and_unknown_fields_are_not() {
-    let newer = run();
-    newer.edit_commit(|text| sealed(&text.replacen("\"version\": 1", "\"version\": 2", 1)));
-    let error = newer.store.checkpoint(20).unwrap_err();
-    assert_eq!((error.code(), error.exit_code()), ("RM4022", 6));
+fn a_symbolic_link_is_never_passed_over_or_replaced() {
+    let link = |run: &Run, target: &Path| {
+        let pack = run.file(".pack");
+        fs::rename(&pack, run.root.join("elsewhere")).unwrap();
+        std::os::unix::fs::symlink(target, &pack).unwrap();
+    };
+    let words = ".pack` is a symbolic link";
+    assert_refused("RM4023", words, |run| link(run, &run.root.join("elsewhere")));
+    assert_refused("RM4023", words, |run| link(run, &run.root.join("not-mounted")));
+}
+
+#[test]
+fn fields_that_are_not_known_are_ignored() {
     let unknown = run();
     unknown.edit_commit(|text| sealed(&text.replacen("\"iteration\"", "\"later\": [1], \"iteration\"", 1)));
     assert_loads_labelled(&unknown.store.checkpoint(20).unwrap(), &table(), ONE);
