@@ -2,7 +2,8 @@
 
 use crate::catalog::Catalog;
 use crate::manifest::Commit;
-use crate::plan::LoadPlan;
+use crate::plan::{LoadPlan, plan_box};
+use crate::scatter::{BoxIn, copy_box};
 use crate::store::StoreError;
 use mesh::{Region, TensorKey};
 use std::error::Error;
@@ -26,6 +27,30 @@ pub trait StateSource {
     /// # Errors
     /// See [`LoadError`]; `sink` may have got a part by then.
     fn read(&self, plan: &LoadPlan, sink: &mut Sink<'_>) -> Result<ReadReport, LoadError>;
+
+    /// Fills `out` with one box of the stored tensor `key`; the box is in elements of the whole tensor, the bytes are
+    /// row-major and little-endian, in the tensor's own type.
+    ///
+    /// # Errors
+    /// See [`LoadError`]; `out` may hold a part by then.
+    ///
+    /// # Panics
+    /// If the catalog has no such tensor, the box lies outside it, or `out` has another length than the box.
+    fn read_box(&self, key: &TensorKey, region: &Region, out: &mut [u8]) -> Result<(), LoadError> {
+        let index = self.catalog().index_of(key).expect("the caller has the key from the catalog");
+        let tensor = &self.catalog().tensors()[index];
+        let (element_bytes, shape) = (tensor.dtype.size_bytes(), region.shape());
+        assert!(Region::whole(&tensor.shape).contains(region), "`{key}` has no {region}");
+        assert_eq!(out.len() as u64, region.numel() * element_bytes as u64, "`{key}`: bytes of {region}");
+        let plan = plan_box(self.catalog(), index, region);
+        self.read(&plan, &mut |_, within, bytes| {
+            let part = within.shape();
+            let from = BoxIn { shape: &part, region: &Region::whole(&part) };
+            copy_box(bytes, from, out, BoxIn { shape: &shape, region: within }, element_bytes);
+            Ok(())
+        })?;
+        Ok(())
+    }
 }
 
 /// What a read took.

@@ -3,8 +3,8 @@
 
 use crate::location::Location;
 use crate::output::Output;
-use ckpt::{BoxIn, Checkpoint, StateSource, StoredTensor, Strictness, copy_box, plan_load};
-use mesh::{Region, ReplicaId, ShardedTensor, StateKind};
+use ckpt::{Checkpoint, StateSource, StoredTensor};
+use mesh::{Region, StateKind};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -51,26 +51,10 @@ pub(crate) fn digests(checkpoint: &Checkpoint) -> anyhow::Result<Digests> {
 
 /// Reads the tensor a few rows at a time, so that memory does not grow with it.
 fn digest(checkpoint: &Checkpoint, tensor: &StoredTensor) -> anyhow::Result<TensorDigest> {
-    let element_bytes = tensor.dtype.size_bytes();
-    let others = Strictness::new(&[], &["**".to_owned()])?;
     let mut sha = Sha256::new();
     for region in slabs(tensor) {
-        let shape = region.shape();
-        let slab = ShardedTensor {
-            key: tensor.key.clone(),
-            dtype: tensor.dtype,
-            global_shape: tensor.shape.clone(),
-            region,
-            replica: ReplicaId::default(),
-        };
-        let plan = plan_load(checkpoint.catalog(), &[slab], &others)?;
-        let mut bytes = vec![0; shape.numel() as usize * element_bytes];
-        checkpoint.read(&plan, &mut |_, within, part| {
-            let own = within.shape();
-            let from = BoxIn { shape: &own, region: &Region::whole(&own) };
-            copy_box(part, from, &mut bytes, BoxIn { shape: &shape, region: within }, element_bytes);
-            Ok(())
-        })?;
+        let mut bytes = vec![0; region.numel() as usize * tensor.dtype.size_bytes()];
+        checkpoint.read_box(&tensor.key, &region, &mut bytes)?;
         sha.update(&bytes);
     }
     let sha256 = sha.finalize().iter().map(|byte| format!("{byte:02x}")).collect();

@@ -8,8 +8,8 @@ use crate::rng::{InvalidStream, fnv1a};
 use crate::state::{RunState, Streams};
 use crate::step::Trainer;
 use ckpt::{
-    BadGlob, BoxIn, Commit, Counters, Fingerprint, LoadPlanError, OwnShard, StateSource, StoredTensor,
-    Strictness, copy_box, own_shards, plan_load,
+    BadGlob, Commit, Counters, Fingerprint, LoadPlanError, Mismatch, OwnShard, StateSource, StoredTensor,
+    Strictness, own_shards, plan_load,
 };
 use mesh::{
     DType, GroupKind, ParallelLayout, ProcessGroups, Region, ReplicaId, ShardedTensor, StateKind, TensorKey,
@@ -478,18 +478,9 @@ fn fill(
     own: &[OwnShard],
 ) -> Result<Loaded, LoadError> {
     let wanted: Vec<ShardedTensor> = own.iter().map(|own| own.shard.clone()).collect();
-    // What this selection leaves alone is not extra.
-    let left_alone = |key: &TensorKey| {
-        let stored = resume.source.catalog().tensor(key);
-        stored.is_some_and(|stored| !wants(resume.selection, stored.kind))
-    };
-    let ignored =
-        resume.source.catalog().tensors().iter().map(|stored| &stored.key).filter(|key| left_alone(key));
-    let allow_extra: Vec<String> =
-        resume.allow_extra.iter().cloned().chain(ignored.map(|key| key.to_string())).collect();
-    let strictness = Strictness::new(resume.allow_missing, &allow_extra)?;
-    let mut plan = plan_load(resume.source.catalog(), &wanted, &strictness)?;
-    plan.extra.retain(|key| !left_alone(key));
+    let strictness = Strictness::new(resume.allow_missing, resume.allow_extra)?;
+    let in_scope = |stored: &StoredTensor| wants(resume.selection, stored.kind);
+    let plan = plan_load(resume.source.catalog(), &wanted, &strictness, &in_scope)?;
     let (_, be) = trainer.parts();
     let report = resume.source.read(&plan, &mut |target, within, bytes| {
         let own = &own[target];
@@ -577,24 +568,13 @@ fn any_draws(resume: &Resume, stored: &StoredTensor) -> Result<bool, LoadError> 
 /// The words of the cells between two coordinates.
 fn read_cells(resume: &Resume, stored: &StoredTensor, lo: &[u64], hi: &[u64]) -> Result<Vec<u32>, LoadError> {
     let cell = &stored.shape.dims()[3..];
+    if stored.dtype != DType::U32 {
+        let dtypes = vec![(stored.key.clone(), stored.dtype, DType::U32)];
+        return Err(LoadPlanError::Mismatch(Mismatch { dtypes, ..Mismatch::default() }.into()).into());
+    }
     let region = Region::new(&[lo, &[0, 0]].concat(), &[hi, cell].concat());
-    let shape = region.shape();
-    let wanted = ShardedTensor {
-        key: stored.key.clone(),
-        dtype: DType::U32,
-        global_shape: stored.shape.clone(),
-        region,
-        replica: ReplicaId::default(),
-    };
-    let plan = plan_load(resume.source.catalog(), &[wanted], &Strictness::new(&[], &["*".to_owned()])?)?;
-    let mut words = vec![0u32; shape.numel() as usize];
-    resume.source.read(&plan, &mut |_, within, bytes| {
-        let (box_shape, whole) = (within.shape(), Region::whole(&within.shape()));
-        let from = BoxIn { shape: &box_shape, region: &whole };
-        let to = BoxIn { shape: &shape, region: within };
-        copy_box(bytes, from, bytemuck::cast_slice_mut(&mut words), to, DType::U32.size_bytes());
-        Ok(())
-    })?;
+    let mut words = vec![0u32; region.numel() as usize];
+    resume.source.read_box(&stored.key, &region, bytemuck::cast_slice_mut(&mut words))?;
     Ok(words)
 }
 

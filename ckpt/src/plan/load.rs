@@ -1,6 +1,6 @@
 //! What to read for what is wanted: boxes intersected with boxes. When the two divisions are equal the plan is short.
 
-use crate::catalog::Catalog;
+use crate::catalog::{Catalog, StoredTensor};
 use globset::{Glob, GlobSet, GlobSetBuilder};
 use mesh::{DType, Region, Shape, ShardedTensor, TensorKey};
 use std::collections::BTreeSet;
@@ -192,7 +192,7 @@ fn list(what: &str, items: impl ExactSizeIterator<Item = String>) -> String {
 }
 
 /// The reads that fill `wants` from what `stored` holds. A want with an empty region reads nothing; its key counts as
-/// wanted.
+/// wanted. Stored tensors that are not `in_scope` are as if they were not there: neither found nor extra.
 ///
 /// `Catalog` guarantees that a tensor's chunks tile it, so every element of a wanted box is found once.
 ///
@@ -206,17 +206,21 @@ pub fn plan_load(
     stored: &Catalog,
     wants: &[ShardedTensor],
     strictness: &Strictness,
+    in_scope: &dyn Fn(&StoredTensor) -> bool,
 ) -> Result<LoadPlan, LoadPlanError> {
+    let index_of = |key: &TensorKey| stored.index_of(key).filter(|index| in_scope(&stored.tensors()[*index]));
     let wanted_keys: BTreeSet<&TensorKey> = wants.iter().map(|want| &want.key).collect();
     let Some(example) = wanted_keys.first() else { return Err(LoadPlanError::NothingWanted) };
-    if wanted_keys.iter().all(|key| stored.index_of(key).is_none()) {
-        let (wanted, stored) = (wanted_keys.len(), stored.tensors().len());
+    if wanted_keys.iter().all(|key| index_of(key).is_none()) {
+        let stored = stored.tensors().iter().filter(|tensor| in_scope(tensor)).count();
+        let wanted = wanted_keys.len();
         return Err(LoadPlanError::NothingMatches { wanted, stored, example: (*example).clone() });
     }
-    let missing = wanted_keys.iter().filter(|key| stored.index_of(key).is_none());
+    let missing = wanted_keys.iter().filter(|key| index_of(key).is_none());
     let (missing, missing_refused): (Vec<TensorKey>, Vec<TensorKey>) =
         missing.map(|key| (*key).clone()).partition(|key| strictness.allow_missing.is_match(key.as_str()));
-    let extra = stored.tensors().iter().filter(|tensor| !wanted_keys.contains(&tensor.key));
+    let extra =
+        stored.tensors().iter().filter(|tensor| in_scope(tensor) && !wanted_keys.contains(&tensor.key));
     let (extra, extra_refused): (Vec<TensorKey>, Vec<TensorKey>) =
         extra.map(|tensor| tensor.key.clone()).partition(|key| strictness.allow_extra.is_match(key.as_str()));
 
@@ -224,7 +228,7 @@ pub fn plan_load(
     let mut reads = Vec::new();
     let mut bytes_wanted = 0;
     for (target, want) in wants.iter().enumerate() {
-        let Some(index) = stored.index_of(&want.key) else { continue };
+        let Some(index) = index_of(&want.key) else { continue };
         let tensor = &stored.tensors()[index];
         if tensor.shape != want.global_shape {
             mismatch.shapes.push((want.key.clone(), tensor.shape.clone(), want.global_shape.clone()));
@@ -239,20 +243,42 @@ pub fn plan_load(
         }
         assert!(Region::whole(&tensor.shape).contains(&want.region), "`{}` has no {}", want.key, want.region);
         bytes_wanted += want.region.numel() * want.dtype.size_bytes() as u64;
-        for (chunk, held) in tensor.chunks.iter().enumerate() {
-            let Some(overlap) = held.region.intersect(&want.region) else { continue };
-            let within = overlap.relative_to(&want.region);
-            reads.push(ReadItem { tensor: index, chunk, overlap, target, within });
-        }
+        reads.extend(reads_of_box(tensor, index, &want.region, target));
     }
     mismatch.shapes.dedup();
     mismatch.dtypes.dedup();
     if mismatch != Mismatch::default() {
         return Err(LoadPlanError::Mismatch(Box::new(mismatch)));
     }
+    sort_by_place(stored, &mut reads);
+    Ok(LoadPlan { reads, missing, extra, bytes_wanted })
+}
+
+/// The reads that fill one box of the stored tensor at `index`.
+pub(crate) fn plan_box(stored: &Catalog, index: usize, region: &Region) -> LoadPlan {
+    let tensor = &stored.tensors()[index];
+    let mut reads: Vec<ReadItem> = reads_of_box(tensor, index, region, 0).collect();
+    sort_by_place(stored, &mut reads);
+    let bytes_wanted = region.numel() * tensor.dtype.size_bytes() as u64;
+    LoadPlan { reads, missing: Vec::new(), extra: Vec::new(), bytes_wanted }
+}
+
+fn reads_of_box(
+    tensor: &StoredTensor,
+    index: usize,
+    wanted: &Region,
+    target: usize,
+) -> impl Iterator<Item = ReadItem> {
+    tensor.chunks.iter().enumerate().filter_map(move |(chunk, held)| {
+        let overlap = held.region.intersect(wanted)?;
+        let within = overlap.relative_to(wanted);
+        Some(ReadItem { tensor: index, chunk, overlap, target, within })
+    })
+}
+
+fn sort_by_place(stored: &Catalog, reads: &mut [ReadItem]) {
     reads.sort_by_key(|read| {
         let chunk = &stored.tensors()[read.tensor].chunks[read.chunk];
         (chunk.object, chunk.offset, read.target)
     });
-    Ok(LoadPlan { reads, missing, extra, bytes_wanted })
 }

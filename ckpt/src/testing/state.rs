@@ -174,8 +174,8 @@ pub fn load(
 ) -> Result<(RankMemory, LoadPlan), LoadError> {
     let own = own_shards(table, groups).expect("the layout divides");
     let wants: Vec<_> = own.iter().map(|own| own.shard.clone()).collect();
-    let plan =
-        plan_load(checkpoint.catalog(), &wants, &Strictness::exact()).expect("the state is the one saved");
+    let plan = plan_load(checkpoint.catalog(), &wants, &Strictness::exact(), &|_| true)
+        .expect("the state is the one saved");
     let mut memory = RankMemory::empty(table, groups);
     checkpoint.read(&plan, &mut |target, within, bytes| {
         let own = &own[target];

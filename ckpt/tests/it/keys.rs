@@ -1,9 +1,10 @@
 //! Keys, shapes and types that differ between model and checkpoint.
 
 use crate::support::*;
-use ckpt::{Checkpoint, LoadPlan, LoadPlanError, StateSource, Store, Strictness, plan_load};
+use ckpt::testing::label_bytes;
+use ckpt::{Checkpoint, LoadPlan, LoadPlanError, StateSource, Store, StoredTensor, Strictness, plan_load};
 use expect_test::expect;
-use mesh::{DType, Region, ReplicaId, Shape, ShardedTensor};
+use mesh::{DType, Region, ReplicaId, Shape, ShardedTensor, StateKind, StateTable};
 
 fn want(key: &str, dtype: DType, shape: &[u64]) -> ShardedTensor {
     let global_shape = Shape::new(shape);
@@ -22,7 +23,7 @@ fn checkpoint() -> (Checkpoint, Vec<ShardedTensor>) {
 }
 
 fn plan(checkpoint: &Checkpoint, wants: &[ShardedTensor]) -> Result<LoadPlan, LoadPlanError> {
-    plan_load(checkpoint.catalog(), wants, &Strictness::exact())
+    plan_load(checkpoint.catalog(), wants, &Strictness::exact(), &|_| true)
 }
 
 #[test]
@@ -69,30 +70,73 @@ fn an_allow_list_lets_keys_pass_and_lists_them() {
         let owned = |globs: &[&str]| globs.iter().map(|glob| (*glob).to_owned()).collect::<Vec<_>>();
         Strictness::new(&owned(missing), &owned(extra)).unwrap()
     };
-    let plan = plan_load(checkpoint.catalog(), &wants, &allow(&["new.*"], &["*norm"])).unwrap();
+    let plan = plan_load(checkpoint.catalog(), &wants, &allow(&["new.*"], &["*norm"]), &|_| true).unwrap();
     assert!(plan.is_partial());
     assert_eq!((plan.missing, plan.extra), (vec!["new.a".into()], vec!["decoder.norm".into()]));
-    assert!(plan_load(checkpoint.catalog(), &wants, &allow(&["new.*"], &["nor"])).is_err());
+    assert!(plan_load(checkpoint.catalog(), &wants, &allow(&["new.*"], &["nor"]), &|_| true).is_err());
     assert!(
-        plan_load(checkpoint.catalog(), &wants, &allow(&["*norm"], &["new.*"])).is_err(),
+        plan_load(checkpoint.catalog(), &wants, &allow(&["*norm"], &["new.*"]), &|_| true).is_err(),
         "sides do not mix"
     );
     let another_type = [want("one", DType::F32, &[1])];
     assert!(
-        plan_load(checkpoint.catalog(), &another_type, &allow(&["*"], &["*"])).is_err(),
+        plan_load(checkpoint.catalog(), &another_type, &allow(&["*"], &["*"]), &|_| true).is_err(),
         "types always fit"
     );
     assert!(Strictness::new(&["a[".to_owned()], &[]).is_err());
+}
+
+/// Keys are no patterns: `a[0]` and `a*` are names like others.
+#[test]
+fn what_is_out_of_scope_is_neither_found_nor_extra() {
+    let store = Store::open("memory://").unwrap();
+    let of = |(key, kind)| entry(key, kind, DType::F32, mesh::Placement::replicated(&Shape::new(&[2])));
+    let entries = [("a[0]", StateKind::Model), ("a*", StateKind::Model), ("b{", StateKind::Rng)].map(of);
+    save_labelled(&store, 1, &StateTable::new(entries.to_vec()).unwrap(), ONE);
+    let checkpoint = store.checkpoint(1).unwrap();
+    let plan = |wants: &[&str], in_scope: &dyn Fn(&StoredTensor) -> bool| {
+        let wants: Vec<_> = wants.iter().map(|key| want(key, DType::F32, &[2])).collect();
+        plan_load(checkpoint.catalog(), &wants, &Strictness::exact(), in_scope)
+    };
+    let is_model = |tensor: &StoredTensor| tensor.kind == StateKind::Model;
+    assert!(!plan(&["a[0]", "a*"], &is_model).unwrap().is_partial());
+    assert!(!plan(&["a[0]"], &|tensor| tensor.key.as_str() == "a[0]").unwrap().is_partial());
+    expect!["the checkpoint does not fit the model: 1 stored but not wanted: `a*`"]
+        .assert_eq(&plan(&["a[0]"], &is_model).unwrap_err().to_string());
+    expect!["the checkpoint does not fit the model: 1 wanted but not stored: `b{`"]
+        .assert_eq(&plan(&["a[0]", "a*", "b{"], &is_model).unwrap_err().to_string());
+    expect!["none of the 1 wanted tensors is among the 2 of the checkpoint, for example `b{`"]
+        .assert_eq(&plan(&["b{"], &is_model).unwrap_err().to_string());
+}
+
+/// Any box of any tensor, whatever the chunks it was saved in.
+#[test]
+fn one_box_is_read_into_a_buffer() {
+    let store = Store::open("memory://").unwrap();
+    save_labelled(&store, 1, &model(), Degrees { tp: 2, gtp: 2, dp: 2, ..ONE });
+    let checkpoint = store.checkpoint(1).unwrap();
+    for (ordinal, entry) in model().entries().iter().enumerate() {
+        let shape = entry.placement.shape();
+        let whole = Region::whole(&shape);
+        // Half of each dim, from the middle.
+        let lo: Vec<u64> = shape.dims().iter().map(|extent| extent / 4).collect();
+        let hi: Vec<u64> = shape.dims().iter().map(|extent| (3 * extent).div_ceil(4)).collect();
+        for region in [whole, Region::new(&lo, &hi), Region::new(&lo, &lo)] {
+            let mut bytes = vec![0xEE; region.numel() as usize * entry.dtype.size_bytes()];
+            checkpoint.read_box(&entry.key, &region, &mut bytes).unwrap();
+            assert_eq!(bytes, label_bytes(ordinal, entry.dtype, &shape, &region), "`{}` {region}", entry.key);
+        }
+    }
 }
 
 #[test]
 fn a_load_that_matches_nothing_is_an_error() {
     let (checkpoint, _) = checkpoint();
     let all = Strictness::new(&["*".to_owned()], &["*".to_owned()]).unwrap();
-    let error = plan_load(checkpoint.catalog(), &[want("x", DType::F32, &[1])], &all).unwrap_err();
+    let error = plan_load(checkpoint.catalog(), &[want("x", DType::F32, &[1])], &all, &|_| true).unwrap_err();
     expect!["none of the 1 wanted tensors is among the 16 of the checkpoint, for example `x`"]
         .assert_eq(&error.to_string());
-    assert_eq!(plan_load(checkpoint.catalog(), &[], &all), Err(LoadPlanError::NothingWanted));
+    assert_eq!(plan_load(checkpoint.catalog(), &[], &all, &|_| true), Err(LoadPlanError::NothingWanted));
 }
 
 #[test]
