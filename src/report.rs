@@ -7,8 +7,10 @@ use std::error::Error;
 use std::fmt;
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
+use train::comm::CommError;
 use train::comm::threads::{Reason, WorldError};
 use train::data::TokenFileError;
+use train::parallel::StepError;
 use train::resume;
 use train::run::RunError;
 
@@ -105,10 +107,16 @@ fn class_of_run(error: &RunError) -> Option<Class> {
             1,
             "a lower --lr, a longer warm-up or a smaller --clip-grad may help; the last save is intact",
         ),
-        RunError::Step(_) | RunError::Comm(_) => {
-            class("RM9001", 70, "this is a fault of the program; please report it")
+        RunError::Step(StepError::Comm(error)) | RunError::Comm(error) => {
+            class(error.code(), comm_exit(error), error.help())
         }
+        RunError::Step(StepError::Backend(_)) => class("RM3203", 70, "the device's words say what failed"),
     }
+}
+
+/// A rank that was too slow may be in time the next time; ranks that disagree will again.
+fn comm_exit(error: &CommError) -> u8 {
+    if matches!(error, CommError::TimedOut { .. }) { 5 } else { 70 }
 }
 
 fn resume_exit(error: &resume::LoadError) -> u8 {
@@ -120,9 +128,13 @@ fn resume_exit(error: &resume::LoadError) -> u8 {
         | LoadError::Placement(_) => 2,
         LoadError::Plan(error) => error.exit_code(),
         LoadError::Read(error) => error.exit_code(),
-        LoadError::Field { .. } | LoadError::Stream(_) | LoadError::Fingerprint { .. } => 6,
+        LoadError::Field { .. }
+        | LoadError::Stream(_)
+        | LoadError::StreamShape { .. }
+        | LoadError::Random { .. }
+        | LoadError::Fingerprint { .. } => 6,
         LoadError::NotStrict { .. } => 1,
-        LoadError::Comm(_) => 70,
+        LoadError::Comm(error) => comm_exit(error),
     }
 }
 
@@ -153,7 +165,7 @@ pub(crate) fn failure(error: WorldError<RunError>) -> anyhow::Error {
 fn token_file_exit(error: &TokenFileError) -> u8 {
     match error {
         TokenFileError::Io { source, .. } => class_of_io(source).exit,
-        TokenFileError::Index { .. } | TokenFileError::Length { .. } => 6,
+        TokenFileError::Index { .. } | TokenFileError::Length { .. } | TokenFileError::Id { .. } => 6,
         TokenFileError::TooShort { .. } => 2,
     }
 }

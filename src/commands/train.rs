@@ -151,6 +151,7 @@ fn train_from(
             writer: name,
             now,
         }),
+        timeout: Job::TIMEOUT,
         stop: &signals.stop,
         observer: &|event| progress.observe(event),
     };

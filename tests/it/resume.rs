@@ -1,14 +1,13 @@
 //! The promise: train on one mesh, save, load on another, and the losses equal those of the run that never stopped.
 
 use crate::support::{self, Layout, tiny_model};
-use ckpt::{Saver, StateSource, Store};
+use ckpt::{Catalog, Checkpoint, Commit, LoadPlan, ReadReport, Saver, Sink, StateSource, Store};
 use expect_test::expect;
 use mesh::Region;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 use train::config::{EpochTail, LossAverage, ModelConfig, TrainConfig};
-use train::data::Sampler;
 use train::data::TokenFile;
 use train::resume::{self, DataState, Level, Resume, Resumed, RngPolicy, Selection};
 use train::run::{Event, Job, RunEnd, RunError, RunName, SavePolicy, Step, run};
@@ -54,6 +53,7 @@ pub fn train<'a>(
             writer: RunName { run: "test".into(), host: "here".into(), pid: 1, program: "it".into() },
             now: || "2026-11-30T00:00:00Z".into(),
         }),
+        timeout: Job::TIMEOUT,
         stop: &AtomicBool::new(false),
         observer: &|event| {
             let mut told = told.lock().unwrap();
@@ -65,16 +65,6 @@ pub fn train<'a>(
             }
         },
     };
-    if let Some(resume) = &job.resume {
-        let num_samples = tokens.num_samples(config.parallel.seq_length())?;
-        let sampler =
-            Sampler::new(config.seed, num_samples, config.parallel.global_batch_size(), config.epoch_tail)?;
-        resume::check(
-            resume,
-            config,
-            &DataState::new(config, tokens.index_hash(), &sampler, num_samples, 0),
-        )?;
-    }
     match run(&job) {
         Ok(RunEnd { iteration, stopped }) => {
             assert_eq!((iteration, stopped), (config.train_iters, false));
@@ -225,6 +215,90 @@ fn steps_that_are_not_finite_end_the_run_after_some_in_a_row() {
     let error = train(&config, &tokens, &Store::open("memory://").unwrap(), None, 0, |_| {}).err().unwrap();
     expect!["3 steps in a row, up to iteration 4, had values that were not finite or out of range"]
         .assert_eq(&error.to_string());
+}
+
+/// A checkpoint whose `checkpoint.json` says something else, sealed as it is.
+struct Edited {
+    inner: Checkpoint,
+    commit: Commit,
+}
+
+impl Edited {
+    fn new(store: &Store, step: u64, edit: impl FnOnce(&mut Commit)) -> Self {
+        let inner = store.checkpoint(step).unwrap();
+        let mut commit = inner.commit().clone();
+        edit(&mut commit);
+        Edited { inner, commit }
+    }
+}
+
+impl StateSource for Edited {
+    fn commit(&self) -> &Commit {
+        &self.commit
+    }
+
+    fn catalog(&self) -> &Catalog {
+        self.inner.catalog()
+    }
+
+    fn read(&self, plan: &LoadPlan, sink: &mut Sink<'_>) -> Result<ReadReport, ckpt::LoadError> {
+        self.inner.read(plan, sink)
+    }
+}
+
+/// Random numbers, counters and the tensor of streams must be those of one run.
+#[test]
+fn a_commit_that_contradicts_itself_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = support::token_file(folder.path(), 6000);
+    let store = Store::open("memory://").unwrap();
+    let config = TrainConfig { train_iters: 2, ..POWERS.config(Layout::SINGLE) };
+    train(&TrainConfig { train_iters: 1, ..config.clone() }, &tokens, &store, None, 0, |_| {}).unwrap();
+    let target = Store::open("memory://").unwrap();
+    let refusal = |source: &Edited| {
+        train(&config, &tokens, &target, Some(source), 0, |_| {}).err().unwrap().to_string()
+    };
+    let other_ordinal = Edited::new(&store, 1, |commit| commit.random.ordinal = 16);
+    expect![[""]].assert_eq(&refusal(&other_ordinal));
+    let other_layout = Edited::new(&store, 1, |commit| {
+        commit.layout = *layout(2, false, 1, 1, 1, 1).parallel(64, 8).unwrap().layout();
+    });
+    expect![[""]].assert_eq(&refusal(&other_layout));
+}
+
+/// Going on with other samples is never called the same run.
+#[test]
+fn what_was_allowed_to_change_caps_the_level() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = support::token_file(folder.path(), 6000);
+    let store = Store::open("memory://").unwrap();
+    let config = TrainConfig { train_iters: 2, ..POWERS.config(Layout::SINGLE) };
+    train(&TrainConfig { train_iters: 1, ..config.clone() }, &tokens, &store, None, 0, |_| {}).unwrap();
+    let saved = store.checkpoint(1).unwrap();
+    let mut wider = config.clone();
+    wider.parallel = Layout::SINGLE.parallel(64, 16).unwrap();
+    let allowed = ["global-batch-size".to_owned()];
+    let target = Store::open("memory://").unwrap();
+    let told =
+        train(&wider, &tokens, &target, Some(&saved), 0, |resume| resume.allow_change = &allowed).unwrap();
+    let resumed = told.resumed.unwrap();
+    assert_eq!(resumed.level, Some(Level::L0));
+    assert_eq!(resumed.notes, ["the next samples are others: global-batch-size changed"]);
+    let strict = |resume: &mut Resume| (resume.allow_change, resume.strict) = (&[], true);
+    let error = train(&wider, &tokens, &target, Some(&saved), 0, strict).err().unwrap().to_string();
+    assert!(error.contains("global-batch-size is 8 in the checkpoint but 16 here"), "{error}");
+}
+
+/// An id that the model has no row for would train padding, which is never stored.
+#[test]
+fn a_token_above_the_vocabulary_ends_the_run_naming_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = support::token_file(folder.path(), 6000);
+    let mut config = POWERS.config(Layout::SINGLE);
+    config.model.vocab_size = 200;
+    let error = train(&config, &tokens, &Store::open("memory://").unwrap(), None, 0, |_| {}).err().unwrap();
+    let text = error.to_string();
+    assert!(text.ends_with("but the vocabulary has 200 ids"), "{text}");
 }
 
 /// Each setting that must match is a difference of its own, with both values; shapes cannot be allowed to change.

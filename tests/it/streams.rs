@@ -80,8 +80,15 @@ fn in_world<R: Send>(
         now: || "2026-11-30T00:00:00Z".into(),
     };
     let stop = AtomicBool::new(false);
-    let job =
-        Job { config: &config, tokens, resume: None, save: Some(policy()), stop: &stop, observer: &|_| {} };
+    let job = Job {
+        config: &config,
+        tokens,
+        resume: None,
+        save: Some(policy()),
+        timeout: Job::TIMEOUT,
+        stop: &stop,
+        observer: &|_| {},
+    };
     let table = Arc::new(mesh::GroupTable::new("model", config.parallel.layout()));
     let ranks = World::run(layout.world_size(), WorldOptions::default(), |context| {
         let groups = table.for_rank(context.rank());

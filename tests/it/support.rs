@@ -212,7 +212,7 @@ fn rank_trace(
     )
     .unwrap();
     let schedule = Schedule::new(config.schedule.clone(), config.parallel.global_batch_size()).unwrap();
-    let reader = RankReader::new(&config.parallel, &groups, config.loss_average);
+    let reader = RankReader::new(config, &groups);
     let mut samples = Vec::new();
     let mut outcomes = Vec::new();
     let mut consumed = 0;

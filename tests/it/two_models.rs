@@ -65,6 +65,7 @@ fn run_all(models: &[&Model], tokens: &TokenFile) {
                 writer: RunName { run: "test".into(), host: "here".into(), pid: 1, program: "it".into() },
                 now: || "2026-11-30T00:00:00Z".into(),
             }),
+            timeout: Job::TIMEOUT,
             stop: &stop,
             observer: &|_| {},
         };

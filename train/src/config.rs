@@ -1,5 +1,6 @@
 //! What a run is, resolved: no options, no defaults left to choose. Stored in every checkpoint.
 
+use crate::rng;
 use mesh::{ParallelConfig, ScheduleConfig};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -166,6 +167,8 @@ impl fmt::Display for EpochTail {
 impl Numerics {
     /// Largest number of TP blocks.
     const TP_LEAVES_MAX: usize = 8;
+    /// Most fraction bits of a fixed-point sum; what is left of 64 is its range.
+    const FRACTION_BITS_MAX: u32 = 56;
     /// Largest leaf that is chosen by default, in tokens.
     const LEAF_TOKENS_MAX: usize = 64;
 
@@ -263,6 +266,16 @@ pub enum ConfigError {
         /// Feed-forward width.
         ffn: usize,
     },
+    /// More than there are bits to count it, in random numbers or sums.
+    #[error("`{what}` {value} is more than {max}")]
+    TooLarge {
+        /// Which setting.
+        what: &'static str,
+        /// Its value.
+        value: u64,
+        /// The largest that fits.
+        max: u64,
+    },
     /// A probability outside `0..1`.
     #[error("`{what}` {value} is not in 0..1")]
     Probability {
@@ -281,9 +294,10 @@ impl ConfigError {
             ConfigError::Leaf { .. } => "RM2030",
             ConfigError::TpLeaves { .. } | ConfigError::TpLeavesOfModel { .. } => "RM2031",
             ConfigError::Pipeline { .. } => "RM2032",
-            ConfigError::Zero { .. } | ConfigError::Indivisible { .. } | ConfigError::Probability { .. } => {
-                "RM6003"
-            }
+            ConfigError::Zero { .. }
+            | ConfigError::Indivisible { .. }
+            | ConfigError::Probability { .. }
+            | ConfigError::TooLarge { .. } => "RM6003",
         }
     }
 
@@ -310,6 +324,7 @@ impl ConfigError {
             ConfigError::Indivisible { what, by, divisor, .. } => {
                 format!("make `{what}` a multiple of `{by}` ({divisor})")
             }
+            ConfigError::TooLarge { what, max, .. } => format!("give `{what}` a value up to {max}"),
             ConfigError::Probability { what, .. } => format!("give `{what}` a value from 0 up to, not including, 1"),
         }
     }
@@ -353,6 +368,7 @@ impl TrainConfig {
                 return Err(ConfigError::Probability { what, value: value.to_string() });
             }
         }
+        self.check_counted()?;
         let layout = &self.parallel.layout();
         if layout.pp() != 1 {
             return Err(ConfigError::Pipeline { pp: layout.pp() });
@@ -362,6 +378,30 @@ impl TrainConfig {
             return Err(ConfigError::QueryGroups { tp, groups });
         }
         self.check_canonical()
+    }
+
+    /// What random numbers are keyed by must fit its bits.
+    fn check_counted(&self) -> Result<(), ConfigError> {
+        let m = &self.model;
+        let samples = self.train_iters.saturating_mul(self.parallel.global_batch_size());
+        let mut counted = vec![
+            ("train-iters", self.train_iters, u64::from(u32::MAX)),
+            ("numerics.grad_bits", self.numerics.grad_bits.into(), Numerics::FRACTION_BITS_MAX.into()),
+            ("numerics.kv_bits", self.numerics.kv_bits.into(), Numerics::FRACTION_BITS_MAX.into()),
+        ];
+        if m.hidden_dropout > 0.0 {
+            counted.push(("num-layers", m.num_layers as u64, rng::MAX_LAYERS.into()));
+            counted.push(("train-samples", samples, rng::MAX_ORDINALS_HIDDEN));
+        }
+        if m.attention_dropout > 0.0 {
+            counted.push(("num-layers", m.num_layers as u64, rng::MAX_LAYERS.into()));
+            counted.push(("num-attention-heads", m.num_attention_heads as u64, rng::MAX_HEADS.into()));
+            counted.push(("train-samples", samples, rng::MAX_ORDINALS_ATTENTION));
+        }
+        match counted.into_iter().find(|(_, value, max)| value > max) {
+            Some((what, value, max)) => Err(ConfigError::TooLarge { what, value, max }),
+            None => Ok(()),
+        }
     }
 
     fn check_canonical(&self) -> Result<(), ConfigError> {
@@ -396,4 +436,77 @@ impl TrainConfig {
 
 fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use mesh::{LrDecayStyle, ScheduleUnit, Warmup, WeightDecayStyle};
+
+    /// A tiny model under `parallel`, with dropout.
+    pub(crate) fn tiny(parallel: ParallelConfig) -> TrainConfig {
+        let model = ModelConfig {
+            num_layers: 2,
+            hidden_size: 32,
+            ffn_hidden_size: 48,
+            num_attention_heads: 4,
+            num_query_groups: 4,
+            kv_channels: 8,
+            vocab_size: 257,
+            tie_embeddings: false,
+            norm_epsilon: 1e-5,
+            rotary_base: 10_000.0,
+            hidden_dropout: 0.1,
+            attention_dropout: 0.1,
+            init_method_std: 0.02,
+        };
+        TrainConfig {
+            numerics: Numerics::canonical(&model, parallel.seq_length() as usize, None, None),
+            model,
+            parallel,
+            optimizer: OptimizerConfig { adam_beta1: 0.9, adam_beta2: 0.999, adam_eps: 1e-8, clip_grad: 1.0 },
+            schedule: ScheduleConfig {
+                unit: ScheduleUnit::Iterations,
+                train: 10,
+                lr_decay: 10,
+                lr_warmup: Warmup::Length(0),
+                lr_decay_style: LrDecayStyle::Constant,
+                init_lr: 0.0,
+                max_lr: 1e-3,
+                min_lr: 0.0,
+                start_weight_decay: 0.0,
+                end_weight_decay: 0.0,
+                weight_decay_style: WeightDecayStyle::Constant,
+            },
+            seed: 1234,
+            train_iters: 10,
+            loss_average: LossAverage::Token,
+            epoch_tail: EpochTail::Span,
+            max_skipped_in_a_row: 3,
+        }
+    }
+
+    #[test]
+    fn what_random_numbers_cannot_count_is_refused_and_not_a_panic_later() {
+        let parallel = ParallelConfig::new(mesh::ParallelSettings {
+            layout: mesh::ParallelLayout::single(),
+            sequence_parallel: false,
+            seq_length: 32,
+            micro_batch_size: 1,
+            global_batch_size: 8,
+        })
+        .unwrap();
+        let refusal = |edit: &dyn Fn(&mut TrainConfig)| {
+            let mut config = tiny(parallel);
+            edit(&mut config);
+            config.check().unwrap_err().to_string()
+        };
+        assert_eq!(tiny(parallel).check(), Ok(()));
+        let layers = refusal(&|config| config.model.num_layers = 1025);
+        assert_eq!(layers, "`num-layers` 1025 is more than 1024");
+        let heads = refusal(&|config| config.model.num_attention_heads = 260);
+        assert_eq!(heads, "`num-attention-heads` 260 is more than 256");
+        let iterations = refusal(&|config| config.train_iters = 1 << 32);
+        assert_eq!(iterations, "`train-iters` 4294967296 is more than 4294967295");
+    }
 }

@@ -4,7 +4,7 @@
 use crate::comm::CommError;
 use crate::config::TrainConfig;
 use crate::data::Sampler;
-use crate::rng::{InvalidStream, fnv1a};
+use crate::rng::{InvalidStream, StreamName, fnv1a};
 use crate::state::{RunState, Streams};
 use crate::step::Trainer;
 use ckpt::{
@@ -12,11 +12,18 @@ use ckpt::{
     Strictness, own_shards, plan_load,
 };
 use mesh::{
-    DType, GroupKind, ParallelLayout, ProcessGroups, Region, ReplicaId, ShardedTensor, StateKind, TensorKey,
+    DType, GroupKind, ParallelLayout, ProcessGroups, Region, ReplicaId, Shape, ShardedTensor, StateKind,
+    TensorKey,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Instant;
+
+/// What `checkpoint.json` calls the random numbers of this program.
+pub(crate) const ALGORITHM: &str = "philox4x32-10";
+
+/// Largest count of samples, steps or tokens that a run goes on from; sums of it and a run's own do not overflow.
+const COUNT_MAX: u64 = 1 << 56;
 
 /// Where a run goes on from, and what it takes from there.
 pub struct Resume<'a> {
@@ -176,20 +183,32 @@ pub enum LoadError {
     #[error(transparent)]
     Glob(#[from] BadGlob),
     /// The streams of this coordinate are not in the checkpoint.
-    #[error(
-        "random streams: the checkpoint was saved under {saved}, this run is {wanted}; coordinate (pp {pp}, tp {tp}, position {position} of `dp_cp_gtp_remat`) has no cell of its own"
-    )]
+    #[error("random streams: saved under {saved}, but this run is {wanted}{}", first_missing(.missing))]
     MissingStream {
         /// Layout that was saved.
         saved: ParallelLayout,
         /// Layout of this run.
         wanted: ParallelLayout,
-        /// Pipeline stage.
-        pp: u32,
-        /// Tensor parallel rank.
-        tp: u32,
-        /// Position in `dp_cp_gtp_remat`.
-        position: u32,
+        /// The first (PP, TP, position in `dp_cp_gtp_remat`) without a cell; `None` if all have one, that of another rank.
+        missing: Option<[u32; 3]>,
+    },
+    /// The tensor of random streams is not one cell a rank of the layout that saved it.
+    #[error("`{key}` has shape {found} in the checkpoint, where its layout makes {expected}")]
+    StreamShape {
+        /// Its key.
+        key: TensorKey,
+        /// What is there.
+        found: Shape,
+        /// One cell of five streams of six words a rank.
+        expected: Shape,
+    },
+    /// Random numbers or counters that this program cannot go on with.
+    #[error("checkpoint.json says {found} where this run needs {expected}")]
+    Random {
+        /// What it says.
+        found: String,
+        /// What is needed.
+        expected: String,
     },
     /// A cell holds no streams.
     #[error(transparent)]
@@ -222,6 +241,15 @@ pub enum LoadError {
     Comm(#[from] CommError),
 }
 
+fn first_missing(missing: &Option<[u32; 3]>) -> String {
+    match missing {
+        Some([pp, tp, position]) => {
+            format!("; coordinate (pp {pp}, tp {tp}, position {position} of `dp_cp_gtp_remat`) has no cell")
+        }
+        None => ", where every coordinate is another rank's".to_owned(),
+    }
+}
+
 fn list(differences: &[Difference]) -> String {
     let line = |d: &Difference| format!("{} is {} in the checkpoint but {} here", d.field, d.saved, d.wanted);
     differences.iter().map(line).collect::<Vec<_>>().join("; ")
@@ -237,11 +265,13 @@ impl LoadError {
             LoadError::Read(error) => error.code(),
             LoadError::Glob(_) => "RM6004",
             LoadError::MissingStream { .. } => "RM3102",
+            LoadError::StreamShape { .. } => "RM3104",
+            LoadError::Random { .. } => "RM3105",
             LoadError::Stream(_) => "RM3103",
             LoadError::Fingerprint { .. } => "RM4050",
             LoadError::NotStrict { .. } => "RM3110",
             LoadError::Placement(_) => "RM2003",
-            LoadError::Comm(_) => "RM3200",
+            LoadError::Comm(error) => error.code(),
         }
     }
 
@@ -263,13 +293,19 @@ impl LoadError {
             LoadError::MissingStream { .. } => {
                 "--rng-policy derive starts the streams anew on every rank; dropout and data order do not depend on them".into()
             }
+            LoadError::StreamShape { .. } => {
+                "--no-load-rng starts the streams anew; `remesh inspect` shows the layout it was saved in".into()
+            }
+            LoadError::Random { .. } => {
+                "this checkpoint was written by another program, or changed by hand after it was sealed".into()
+            }
             LoadError::Stream(_) => "--rng-policy derive starts the streams anew; `remesh verify` checks the files".into(),
             LoadError::Fingerprint { .. } => {
                 "`remesh verify` checks the files; if they are whole, this is a bug or a memory fault".into()
             }
             LoadError::NotStrict { .. } => "leave out --strict, or resume under the layout that was saved".into(),
             LoadError::Placement(_) => "pick a layout that divides the model".into(),
-            LoadError::Comm(_) => "the first cause is named above".into(),
+            LoadError::Comm(error) => error.help().into(),
         }
     }
 }
@@ -372,7 +408,10 @@ pub fn check(resume: &Resume, config: &TrainConfig, data: &DataState) -> Result<
     let saved = SavedRun::of(resume.source.commit())?;
     let mut differences = compare(&saved.config, &saved.data, config, data);
     differences.retain(|d| !(d.overridable && resume.allow_change.iter().any(|field| field == d.field)));
-    if differences.is_empty() { Ok(()) } else { Err(LoadError::Differs { differences }) }
+    if !differences.is_empty() {
+        return Err(LoadError::Differs { differences });
+    }
+    check_random(resume.source.commit(), config, resume.allow_change)
 }
 
 /// Fills the state of this rank from the checkpoint and proves it. Collective.
@@ -384,38 +423,43 @@ pub(crate) fn load(
     trainer: &mut Trainer,
     state: &RunState,
     streams: &mut Streams,
-    sampler: &Sampler,
+    data: &dyn Fn(&Counters) -> DataState,
 ) -> Result<Resumed, LoadError> {
     let start = Instant::now();
     let commit = resume.source.commit();
-    let counters = if resume.selection.counters { commit.counters } else { Counters::default() };
+    let mut counters = if resume.selection.counters { commit.counters } else { Counters::default() };
+    if !resume.selection.optimizer {
+        // Moments that start anew are corrected for their bias anew.
+        counters.optimizer_steps = 0;
+    }
     let iteration = if resume.selection.counters { commit.iteration } else { 0 };
     let scheduler_samples = match resume.selection {
         Selection { optimizer: true, counters: true, .. } => SavedRun::of(commit)?.scheduler.num_steps,
         _ => 0,
     };
 
-    let own: Vec<OwnShard> = own_shards(state.table(), trainer.groups())?
-        .into_iter()
-        .filter(|own| wants(resume.selection, state.table().entries()[own.entry].kind))
-        .collect();
+    let mut own: Vec<OwnShard> = own_shards(state.table(), trainer.groups())?;
+    let cells = own
+        .extract_if(.., |own| state.table().entries()[own.entry].kind == StateKind::Rng)
+        .collect::<Vec<_>>();
+    own.retain(|own| wants(resume.selection, state.table().entries()[own.entry].kind));
     let loaded = fill(resume, trainer, state, &own)?;
     *streams = Streams::derive(trainer.config().seed, trainer.groups(), iteration);
     let continued = match resume.selection.rng {
         true => load_streams(resume, trainer, state, streams)?,
-        false => Continued { level: false, note: Some("random streams were not asked for".into()) },
+        false => Continued { level: false, cells: false, note: None },
     };
+    if continued.cells {
+        own.extend(cells);
+    }
     prove(resume, trainer, state, streams, &own)?;
 
     let mut notes = Vec::new();
     let mut level = Level::L0;
     if resume.selection.counters {
-        let data: DataState = SavedRun::of(commit)?.data;
-        let sampler = sampler.with_global_batch_size(data.next_batch_size);
-        if next_batch_hash(&sampler, counters.consumed_train_samples) == data.next_batch {
-            level = Level::L1;
-        } else {
-            notes.push("the next samples are not those that the saved run would have read".to_owned());
+        match other_samples(&SavedRun::of(commit)?, trainer.config(), &data(&counters)) {
+            None => level = Level::L1,
+            Some(note) => notes.push(note),
         }
     }
     notes.extend(continued.note);
@@ -443,6 +487,38 @@ pub(crate) fn load(
         notes,
         partial: loaded.partial,
     })
+}
+
+/// Why the next global batch is not the one that the saved run would have read; `None` if it is.
+fn other_samples(saved: &SavedRun, config: &TrainConfig, data: &DataState) -> Option<String> {
+    let deciding = ["data", "seq-length", "global-batch-size", "seed", "epoch-tail"];
+    let differences = compare(&saved.config, &saved.data, config, data);
+    let changed: Vec<_> =
+        differences.iter().map(|d| d.field).filter(|field| deciding.contains(field)).collect();
+    if !changed.is_empty() {
+        return Some(format!("the next samples are others: {} changed", changed.join(", ")));
+    }
+    let same = data.next_batch == saved.data.next_batch;
+    (!same).then(|| "the next samples are not those that the saved run would have read".to_owned())
+}
+
+/// Checks that the checkpoint's random numbers are ones that this run goes on with.
+fn check_random(commit: &Commit, config: &TrainConfig, allow_change: &[String]) -> Result<(), LoadError> {
+    let random = &commit.random;
+    let seed_may_change = allow_change.iter().any(|field| field == "seed");
+    let counters = &commit.counters;
+    let counted =
+        [counters.consumed_train_samples, counters.optimizer_steps, counters.tokens, commit.iteration];
+    if let Some(count) = counted.into_iter().find(|count| *count > COUNT_MAX) {
+        return Err(LoadError::Random {
+            found: format!("a count of {count}"),
+            expected: format!("{COUNT_MAX} at most"),
+        });
+    }
+    let found = format!("{} of seed {} at sample {}", random.algorithm, random.seed, random.ordinal);
+    let seed = if seed_may_change { random.seed } else { config.seed };
+    let expected = format!("{ALGORITHM} of seed {seed} at sample {}", commit.counters.consumed_train_samples);
+    if found == expected { Ok(()) } else { Err(LoadError::Random { found, expected }) }
 }
 
 fn wants(selection: Selection, kind: StateKind) -> bool {
@@ -497,6 +573,8 @@ fn fill(
 struct Continued {
     /// Whether every stream continues, or none was ever drawn from.
     level: bool,
+    /// Whether memory holds the checkpoint's cells, all of them.
+    cells: bool,
     note: Option<String>,
 }
 
@@ -512,20 +590,26 @@ fn load_streams(
     let key = state.rng_key();
     let Some(stored) = resume.source.catalog().tensor(key) else {
         let note = "the checkpoint has no random streams; every rank derived its own".to_owned();
-        return Ok(Continued { level: false, note: Some(note) });
+        return Ok(Continued { level: false, cells: false, note: Some(note) });
     };
+    let saved = &commit.layout;
+    let peers = saved.gtp() * saved.num_weight_replicas();
+    let expected = [saved.pp(), saved.tp(), peers, StreamName::ALL.len() as u32, 6].map(u64::from);
+    if stored.shape.dims() != expected {
+        let (key, found) = (key.clone(), stored.shape.clone());
+        return Err(LoadError::StreamShape { key, found, expected: Shape::new(&expected) });
+    }
     let coordinate = coordinate_of(groups);
     let same_grid = commit.layout.axis_sizes() == trainer.config().parallel.layout().axis_sizes();
     let exists = |coordinate: &[u32; 3]| {
         coordinate.iter().zip(stored.shape.dims()).all(|(at, extent)| u64::from(*at) < *extent)
     };
     if !same_grid && resume.rng_policy == RngPolicy::Strict {
-        // The same coordinate on every rank: the first that was not saved, or, where only the axes differ, the first of all.
-        let all: Vec<_> =
-            groups.table().ranks().iter().map(|rank| coordinate_of(&groups.of(*rank))).collect();
-        let [pp, tp, position] = *all.iter().find(|coordinate| !exists(coordinate)).unwrap_or(&all[0]);
+        // The same on every rank.
+        let coordinates = groups.table().ranks().iter().map(|rank| coordinate_of(&groups.of(*rank)));
+        let missing = coordinates.into_iter().find(|coordinate| !exists(coordinate));
         let (saved, wanted) = (commit.layout, *trainer.config().parallel.layout());
-        return Err(LoadError::MissingStream { saved, wanted, pp, tp, position });
+        return Err(LoadError::MissingStream { saved, wanted, missing });
     }
     let restore = same_grid || (resume.rng_policy == RngPolicy::Existing && exists(&coordinate));
     if restore {
@@ -534,7 +618,7 @@ fn load_streams(
         *streams = Streams::from_words(&read_cells(resume, stored, &lo, &hi)?)?;
     }
     if same_grid {
-        return Ok(Continued { level: true, note: None });
+        return Ok(Continued { level: true, cells: true, note: None });
     }
     // One rank looks through all cells: streams that nobody drew from lose nothing when they are derived.
     let is_first = groups.rank() == groups.table().ranks()[0];
@@ -547,7 +631,7 @@ fn load_streams(
         0 => format!("{all} per-rank random streams derived anew: the layout changed"),
         kept => format!("{kept} ranks kept their random streams, {} derived new ones", all - kept),
     };
-    Ok(Continued { level: !drawn, note: Some(note) })
+    Ok(Continued { level: !drawn, cells: false, note: Some(note) })
 }
 
 /// Where the cell of a rank's streams lies.

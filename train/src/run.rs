@@ -3,19 +3,19 @@
 //! What happens is told to an observer as values; nothing here prints, and no file but the token file is opened here.
 
 use crate::comm::CommError;
-use crate::comm::threads::{RankContext, World, WorldError, WorldOptions};
+use crate::comm::threads::{RankContext, RankFailure, Reason, World, WorldError, WorldOptions};
 use crate::config::TrainConfig;
 use crate::data::sampler::{EmptyEpoch, RankReader};
 use crate::data::{Sampler, TokenFile, TokenFileError};
 use crate::parallel::{Comms, StepError};
-use crate::resume::{DataState, LoadError, Resume, Resumed, SchedulerState, load};
+use crate::resume::{ALGORITHM, DataState, LoadError, Resume, Resumed, SchedulerState, load};
 use crate::state::{RunState, Streams};
 use crate::step::{BuildError, StepOutcome, StepSettings, Trainer};
 use ckpt::{Counters, Header, Random, SaveError, SaveReport, Saver, Snapshot};
-use mesh::{GroupKind, GroupTable, ProcessGroups, Schedule, ScheduleError};
+use mesh::{GroupKind, GroupTable, ProcessGroups, Rank, Schedule, ScheduleError};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// A run that is about to start.
 pub struct Job<'a> {
@@ -27,10 +27,32 @@ pub struct Job<'a> {
     pub resume: Option<Resume<'a>>,
     /// Where and when to save; `None` saves nothing.
     pub save: Option<SavePolicy<'a>>,
+    /// How long a rank waits for another one that is busy, be it computing or writing, before the run is given up.
+    pub timeout: Duration,
     /// Set from outside to end the run after the step in hand, with a save.
     pub stop: &'a AtomicBool,
     /// Is told what happens, on the first rank's thread.
     pub observer: &'a (dyn Fn(&Event) + Sync),
+}
+
+impl Job<'_> {
+    /// How long ranks wait for each other where nothing else is said.
+    pub const TIMEOUT: Duration = Duration::from_secs(600);
+
+    /// Checks what needs no rank: the configuration, and that the checkpoint's run may go on as this one.
+    ///
+    /// # Errors
+    /// What cannot be trained or resumed, the same for all ranks.
+    pub fn check(&self) -> Result<(), RunError> {
+        self.config.check()?;
+        let Some(resume) = &self.resume else { return Ok(()) };
+        let parallel = &self.config.parallel;
+        let num_samples = self.tokens.num_samples(parallel.seq_length())?;
+        let (seed, tail) = (self.config.seed, self.config.epoch_tail);
+        let sampler = Sampler::new(seed, num_samples, parallel.global_batch_size(), tail)?;
+        let data = DataState::new(self.config, self.tokens.index_hash(), &sampler, num_samples, 0);
+        Ok(crate::resume::check(resume, self.config, &data)?)
+    }
 }
 
 /// When to save, and with what.
@@ -172,9 +194,14 @@ pub enum RunError {
 /// What the configuration or the checkpoint lacks, before any rank starts; the first rank's failure after that.
 pub fn run(job: &Job) -> Result<RunEnd, Box<WorldError<RunError>>> {
     let world_size = job.config.parallel.layout().world_size();
+    job.check().map_err(|error| {
+        let first = RankFailure { rank: Rank(0), reason: Reason::Error(error) };
+        WorldError { first, followers: Vec::new() }
+    })?;
     let groups = Arc::new(GroupTable::new("model", job.config.parallel.layout()));
+    let options = WorldOptions { timeout: job.timeout, ..WorldOptions::default() };
     let run_rank = |context: &RankContext| run_rank(job, &groups.for_rank(context.rank()), "", context);
-    let ends = World::run(world_size, WorldOptions::default(), run_rank)?;
+    let ends = World::run(world_size, options, run_rank)?;
     Ok(ends[0])
 }
 
@@ -218,6 +245,7 @@ pub struct RankRun<'a> {
     reader: RankReader,
     schedule: Schedule,
     saver: Option<Saver>,
+    key_prefix: String,
     iteration: u64,
     counters: Counters,
     /// Samples behind successful updates.
@@ -257,9 +285,10 @@ impl<'a> RankRun<'a> {
             state,
             streams: Streams::derive(config.seed, groups, 0),
             sampler: Sampler::new(config.seed, num_samples, global_batch_size, config.epoch_tail)?,
-            reader: RankReader::new(parallel, groups, config.loss_average),
+            reader: RankReader::new(config, groups),
             schedule: Schedule::new(config.schedule.clone(), global_batch_size)?,
             saver,
+            key_prefix: key_prefix.to_owned(),
             trainer,
             iteration: 0,
             counters: Counters::default(),
@@ -286,11 +315,19 @@ impl<'a> RankRun<'a> {
     /// # Errors
     /// Anything that keeps the state from being what was saved.
     pub fn resume(&mut self, resume: &Resume) -> Result<Resumed, RunError> {
-        let resumed = load(resume, &mut self.trainer, &self.state, &mut self.streams, &self.sampler)?;
+        let (job, sampler) = (self.job, self.sampler);
+        let num_samples = job.tokens.num_samples(job.config.parallel.seq_length())?;
+        let data = |counters: &Counters| {
+            let consumed = counters.consumed_train_samples;
+            DataState::new(job.config, job.tokens.index_hash(), &sampler, num_samples, consumed)
+        };
+        let resumed = load(resume, &mut self.trainer, &self.state, &mut self.streams, &data)?;
         self.iteration = resumed.iteration;
         self.counters = resumed.counters;
         self.scheduler_samples = resumed.scheduler_samples;
-        self.partial = resumed.partial.clone();
+        self.partial = [&resume.source.commit().partial[..], &resumed.partial].concat();
+        self.partial.sort();
+        self.partial.dedup();
         self.tell(|| Event::Resumed(Box::new(resumed.clone())));
         Ok(resumed)
     }
@@ -414,12 +451,12 @@ impl<'a> RankRun<'a> {
             program: policy.writer.program.clone(),
             counters: self.counters,
             scheduler: json(serde_json::to_value(SchedulerState { num_steps: self.scheduler_samples })),
-            groups: json(serde_json::to_value(self.trainer.param_groups())),
+            groups: json(serde_json::to_value(self.trainer.param_groups(&self.key_prefix))),
             layout: *config.parallel.layout(),
             numerics: json(serde_json::to_value(&config.numerics)),
             config: json(serde_json::to_value(config)),
             random: Random {
-                algorithm: "philox4x32-10".to_owned(),
+                algorithm: ALGORITHM.to_owned(),
                 seed: config.seed,
                 ordinal: self.counters.consumed_train_samples,
             },

@@ -251,10 +251,11 @@ impl Trainer {
         &self.groups
     }
 
-    /// Keys of the parameters that weight decay applies to, and of the others.
-    pub fn param_groups(&self) -> ParamGroups {
+    /// Keys, each behind `prefix`, of the parameters that weight decay applies to, and of the others.
+    pub fn param_groups(&self, prefix: &str) -> ParamGroups {
         let params = &self.program.model.table().params;
-        let keys = |decay| params.iter().filter(|p| p.decay == decay).map(|p| p.key.clone()).collect();
+        let key = |p: &ParamDecl| TensorKey::new(format!("{prefix}{}", p.key));
+        let keys = |decay| params.iter().filter(|p| p.decay == decay).map(key).collect();
         ParamGroups { decay: keys(true), no_decay: keys(false) }
     }
 

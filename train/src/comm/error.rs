@@ -40,6 +40,32 @@ pub enum CommError {
     Backend(#[from] BackendError),
 }
 
+impl CommError {
+    /// The error's number.
+    pub fn code(&self) -> &'static str {
+        match self {
+            CommError::PeerFailed { .. } => "RM3200",
+            CommError::TimedOut { .. } => "RM3201",
+            CommError::Backend(_) => "RM3203",
+            CommError::Desync(_) | CommError::Deadlock { .. } => "RM9003",
+        }
+    }
+
+    /// How to mend it.
+    pub fn help(&self) -> &'static str {
+        match self {
+            CommError::PeerFailed { .. } => "the first cause is the other rank's",
+            CommError::TimedOut { .. } => {
+                "a rank was too busy, or its disk too slow; run again, with a longer --distributed-timeout-minutes"
+            }
+            CommError::Backend(_) => "the device's words say what failed",
+            CommError::Desync(_) | CommError::Deadlock { .. } => {
+                "this is a fault of the program; please report it with this text"
+            }
+        }
+    }
+}
+
 /// Two members issued different operations.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{group}: operation {sequence} is {issued} on rank {rank} but {other_issued} on rank {other}")]

@@ -1,6 +1,6 @@
 //! One global order of samples: a permutation keyed by (seed, epoch). A position in it is all that a checkpoint keeps.
 
-use crate::config::{EpochTail, LossAverage};
+use crate::config::{EpochTail, LossAverage, TrainConfig};
 use crate::data::tokens::{TokenFile, TokenFileError};
 use crate::model::MicroBatch;
 use crate::rng::DataOrder;
@@ -55,11 +55,6 @@ impl Sampler {
         Ok(Sampler { order: DataOrder::new(seed, num_samples), num_samples, global_batch_size, tail })
     }
 
-    /// The same order, handed out in other batches.
-    pub fn with_global_batch_size(self, global_batch_size: u64) -> Self {
-        Sampler { global_batch_size, ..self }
-    }
-
     /// Samples of an epoch that are used.
     fn epoch_len(&self) -> u64 {
         match self.tail {
@@ -111,6 +106,7 @@ pub struct RankReader {
     /// Positions in a sample that this rank holds, in its order.
     positions: Vec<u64>,
     loss_average: LossAverage,
+    vocab_size: usize,
 }
 
 /// The micro-batches of one rank for one step, and its part of what the loss is divided by.
@@ -125,9 +121,14 @@ pub struct RankBatch {
 impl RankReader {
     /// The reader of the rank behind `groups`: its lane is its position in `dp_gtp_remat`, its tokens those of its position
     /// in `cp`.
-    pub fn new(config: &ParallelConfig, groups: &ProcessGroups, loss_average: LossAverage) -> Self {
-        let positions = config.cp_tokens(groups).into_iter().flatten().collect();
-        RankReader { config: *config, groups: groups.clone(), positions, loss_average }
+    pub fn new(config: &TrainConfig, groups: &ProcessGroups) -> Self {
+        RankReader {
+            config: config.parallel,
+            groups: groups.clone(),
+            positions: config.parallel.cp_tokens(groups).into_iter().flatten().collect(),
+            loss_average: config.loss_average,
+            vocab_size: config.model.vocab_size,
+        }
     }
 
     /// The slots of a global batch that this rank's lane takes, micro-batch by micro-batch.
@@ -151,7 +152,7 @@ impl RankReader {
         for slots in self.own_slots(batch) {
             let mut micro_batch = MicroBatch::default();
             for slot in slots {
-                let tokens = file.read_sample(slot.sample, seq_length)?;
+                let tokens = file.read_sample(slot.sample, seq_length, self.vocab_size)?;
                 let valid = if slot.is_filler { 0 } else { seq_length };
                 let weight = match self.loss_average {
                     _ if slot.is_filler => 0.0,
@@ -270,7 +271,7 @@ mod tests {
             ..ParallelLayout::single().sizes()
         })
         .unwrap();
-        let config = ParallelConfig::new(ParallelSettings {
+        let parallel = ParallelConfig::new(ParallelSettings {
             layout,
             sequence_parallel: false,
             seq_length: 8,
@@ -278,9 +279,10 @@ mod tests {
             global_batch_size: slots.len() as u64,
         })
         .unwrap();
+        let config = crate::config::tests::tiny(parallel);
         let table = Arc::new(GroupTable::new("model", &layout));
         let read = |rank: &mesh::Rank| {
-            let reader = RankReader::new(&config, &table.for_rank(*rank), LossAverage::Token);
+            let reader = RankReader::new(&config, &table.for_rank(*rank));
             reader.own_slots(slots).flatten().map(|slot| slot.sample).collect()
         };
         table.ranks().iter().map(read).collect()

@@ -59,6 +59,18 @@ pub enum TokenFileError {
         /// What the index says.
         expected: u64,
     },
+    /// A token that the model has no row for.
+    #[error("{}: token {id} in sample {sample}, but the vocabulary has {vocab_size} ids", path.display())]
+    Id {
+        /// The `.bin`.
+        path: PathBuf,
+        /// Which sample.
+        sample: u64,
+        /// The token.
+        id: i32,
+        /// Ids of the model.
+        vocab_size: usize,
+    },
     /// Too short for one sample.
     #[error("{}: {num_tokens} tokens hold no sample of {seq_length} tokens and the one after", path.display())]
     TooShort {
@@ -79,6 +91,7 @@ impl TokenFileError {
             TokenFileError::Index { .. } => "RM1021",
             TokenFileError::Length { .. } => "RM1022",
             TokenFileError::TooShort { .. } => "RM1023",
+            TokenFileError::Id { .. } => "RM1024",
         }
     }
 
@@ -90,6 +103,9 @@ impl TokenFileError {
             }
             TokenFileError::Index { .. } | TokenFileError::Length { .. } => {
                 "write the pair anew with `remesh data tokenize`".into()
+            }
+            TokenFileError::Id { .. } => {
+                "these tokens are of another tokenizer: leave out --vocab-size, or tokenize the text anew".into()
             }
             TokenFileError::TooShort { .. } => "use more text or a smaller --seq-length".into(),
         }
@@ -189,19 +205,28 @@ impl TokenFile {
         }
     }
 
-    /// Tokens `[sample · T, sample · T + T + 1)`.
+    /// Tokens `[sample · T, sample · T + T + 1)`, each an id below `vocab_size`.
     ///
     /// # Errors
-    /// If they cannot be read.
-    pub fn read_sample(&self, sample: u64, seq_length: u64) -> Result<Vec<i32>, TokenFileError> {
+    /// If they cannot be read, or one of them is no such id.
+    pub fn read_sample(
+        &self,
+        sample: u64,
+        seq_length: u64,
+        vocab_size: usize,
+    ) -> Result<Vec<i32>, TokenFileError> {
         let mut bytes = vec![0; ((seq_length + 1) * self.token_bytes) as usize];
         self.bin
             .read_exact_at(&mut bytes, sample * seq_length * self.token_bytes)
             .map_err(|source| TokenFileError::Io { path: self.path.clone(), source })?;
-        Ok(match self.token_bytes {
+        let tokens: Vec<i32> = match self.token_bytes {
             2 => bytes.chunks_exact(2).map(|b| i32::from(u16::from_le_bytes([b[0], b[1]]))).collect(),
             _ => bytes.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
-        })
+        };
+        match tokens.iter().find(|id| usize::try_from(**id).map_or(true, |id| id >= vocab_size)) {
+            Some(id) => Err(TokenFileError::Id { path: self.path.clone(), sample, id: *id, vocab_size }),
+            None => Ok(tokens),
+        }
     }
 }
 
