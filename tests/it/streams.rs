@@ -162,12 +162,12 @@ fn the_strict_policy_refuses_another_layout_naming_the_coordinate() {
     let store = Store::open("memory://").unwrap();
     save(layout(1, 1, 1, 1), &tokens, &store);
     let error = resume(layout(2, 1, 1, 1), &tokens, &store, RngPolicy::Strict).unwrap_err();
-    expect!["random streams: the checkpoint was saved under TP 1 · GTP 1 · CP 1 · DP 1 · world 1, this run is TP 2 · GTP 1 · CP 1 · DP 1 · world 2; coordinate (pp 0, tp 1, position 0 of `dp_cp_gtp_remat`) has no cell of its own"].assert_eq(&error);
+    expect!["random streams: saved under TP 1 · GTP 1 · CP 1 · DP 1 · world 1, but this run is TP 2 · GTP 1 · CP 1 · DP 1 · world 2; coordinate (pp 0, tp 1, position 0 of `dp_cp_gtp_remat`) has no cell"].assert_eq(&error);
     // As many cells, of other axes: still refused, never another coordinate's bytes.
     let two = Store::open("memory://").unwrap();
     save(layout(1, 2, 1, 1), &tokens, &two);
     let error = resume(layout(1, 1, 1, 2), &tokens, &two, RngPolicy::Strict).unwrap_err();
-    expect!["random streams: the checkpoint was saved under TP 1 · GTP 1 · CP 2 · DP 1 · world 2, this run is TP 1 · GTP 1 · CP 1 · DP 2 · world 2; coordinate (pp 0, tp 0, position 0 of `dp_cp_gtp_remat`) has no cell of its own"].assert_eq(&error);
+    expect!["random streams: saved under TP 1 · GTP 1 · CP 2 · DP 1 · world 2, but this run is TP 1 · GTP 1 · CP 1 · DP 2 · world 2, where every coordinate is another rank's"].assert_eq(&error);
     let shape = two.checkpoint(1).unwrap();
     let shape = &shape.catalog().tensor(&"rng_state".into()).unwrap().shape;
     assert_eq!(shape.dims(), [1, 1, 2, 5, 6]);
