@@ -263,7 +263,10 @@ fn a_commit_that_contradicts_itself_is_refused() {
     let other_layout = Edited::new(&store, 1, |commit| {
         commit.layout = *layout(2, false, 1, 1, 1, 1).parallel(64, 8).unwrap().layout();
     });
-    expect!["`rng_state` has shape 1 × 1 × 1 × 5 × 6 in the checkpoint, where its layout makes 1 × 2 × 1 × 5 × 6"].assert_eq(&refusal(&other_layout));
+    expect![
+        "`rng_state` has shape 1 × 1 × 1 × 5 × 6 in the checkpoint, where its layout makes 1 × 2 × 1 × 5 × 6"
+    ]
+    .assert_eq(&refusal(&other_layout));
 }
 
 /// Going on with other samples is never called the same run.
@@ -394,8 +397,7 @@ fn what_must_match_is_compared_before_anything_is_loaded() {
         train(&reseeded, &tokens, &store, Some(&saved), 0, |resume| resume.allow_change = &seed).unwrap();
     let resumed = told.resumed.unwrap();
     assert_eq!(resumed.level, Some(Level::L0));
-    expect!["the next samples are others: seed changed"]
-        .assert_eq(&resumed.notes.join("; "));
+    expect!["the next samples are others: seed changed"].assert_eq(&resumed.notes.join("; "));
 }
 
 /// Weights alone for a new run, and it says what was left.
@@ -413,6 +415,5 @@ fn a_finetune_takes_the_weights_and_starts_at_iteration_0() {
     let resumed = told.resumed.unwrap();
     assert_eq!((resumed.iteration, resumed.counters.consumed_train_samples), (0, 0));
     assert_eq!(resumed.level, None);
-    expect!["not restored: optimizer, random streams, counters"]
-        .assert_eq(&resumed.notes.join("; "));
+    expect!["not restored: optimizer, random streams, counters"].assert_eq(&resumed.notes.join("; "));
 }
