@@ -9,6 +9,7 @@ pub(crate) mod resolve;
 use mesh::ParallelArgs;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use train::config::{EpochTail, LossAverage};
 use train::resume::RngPolicy;
@@ -162,6 +163,10 @@ table! {
         /// Samples of that last phase
         #[arg(long, value_name = "SAMPLES")]
         lr_wsd_decay_samples: u64,
+        /// Leave the checkpoint's schedule alone: all of it comes from these flags and their defaults
+        #[arg(long = "override-opt_param-scheduler", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        #[arg(value_name = "BOOL")]
+        override_opt_param_scheduler: bool,
         /// Weight decay of matrices [default: 0.01]
         #[arg(long, value_name = "DECAY")]
         weight_decay: f64,
@@ -193,6 +198,9 @@ table! {
         /// How token losses become the loss of a step: token, sample [default: token]
         #[arg(long, value_parser = named::<LossAverage>, value_name = "AVERAGE")]
         loss_average: LossAverage,
+        /// Minutes that ranks wait for one that is busy before the run is given up, at least 1 [default: 10]
+        #[arg(long, value_name = "MINUTES")]
+        distributed_timeout_minutes: NonZeroU32,
         /// Skipped steps in a row that end the run [default: 3]
         #[arg(long, value_name = "STEPS")]
         max_skipped_in_a_row: u32,
@@ -228,7 +236,7 @@ table! {
         /// Resume from this step
         #[arg(long, value_name = "STEP")]
         ckpt_step: u64,
-        /// Set checkpoints in --save that are newer than the resumed step aside
+        /// Set checkpoints in --save that are newer than the resumed step aside, once that is loaded
         #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         overwrite: bool,
         /// Leave moments and schedule where they start
@@ -246,7 +254,7 @@ table! {
         /// Random streams under another layout: derive, existing, strict [default: derive]
         #[arg(long, value_parser = named::<RngPolicy>, value_name = "POLICY")]
         rng_policy: RngPolicy,
-        /// Refuse a resume that is proved less far than L2
+        /// Refuse a resume that is proved less far than L2, or whose first step should be the saved run's and is not
         #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         strict: bool,
         /// Tensors that the checkpoint may lack; they keep their initial values

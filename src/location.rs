@@ -1,8 +1,9 @@
 //! `CKPT` on the command line: `RUN`, `RUN@STEP`, `RUN@latest`, or the folder of one step.
 
-use crate::output::Output;
+use crate::output::complain;
 use ckpt::{Checkpoint, Store};
 use std::convert::Infallible;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 /// Where a checkpoint is, as it was said.
@@ -28,9 +29,10 @@ impl FromStr for Location {
         }
         let trimmed = text.trim_end_matches('/');
         let (run, folder) = trimmed.rsplit_once('/').unwrap_or((".", trimmed));
-        match folder.strip_prefix("iter_").map(str::parse) {
-            Some(Ok(step)) => Ok(Location { run: run.into(), step: Some(step) }),
-            _ => Ok(Location { run: text.into(), step: None }),
+        let step = folder.strip_prefix("iter_").and_then(|digits| digits.parse::<u64>().ok());
+        match step.filter(|step| format!("iter_{step:07}") == folder) {
+            Some(step) => Ok(Location { run: run.into(), step: Some(step) }),
+            None => Ok(Location { run: text.into(), step: None }),
         }
     }
 }
@@ -40,7 +42,7 @@ impl Location {
     ///
     /// # Errors
     /// If there is none, or the step asked for is not whole.
-    pub(crate) fn open(&self, output: &Output) -> anyhow::Result<Checkpoint> {
+    pub(crate) fn open(&self) -> anyhow::Result<Checkpoint> {
         let store = Store::open(&self.run)?;
         Ok(match self.step {
             Some(step) => store.checkpoint(step)?,
@@ -48,11 +50,29 @@ impl Location {
                 let latest = store.latest(None)?;
                 // Where there is none to take, the error says what was passed over.
                 if latest.checkpoint.is_some() {
-                    latest.passed_over.iter().for_each(|passed| output.note(passed));
+                    latest.passed_over.iter().for_each(complain);
                 }
                 latest.require(&store)?
             }
         })
+    }
+}
+
+/// The folder that a store's location names, if it is a local one.
+pub(crate) fn local_folder(location: &str) -> Option<PathBuf> {
+    match location.split_once("://") {
+        Some(("file", path)) => Some(path.into()),
+        Some(_) => None,
+        None => Some(location.into()),
+    }
+}
+
+/// Whether two locations name the same store, however they are written.
+pub(crate) fn is_same_place(one: &str, other: &str) -> bool {
+    let place = |path: &Path| path.canonicalize().or_else(|_| std::path::absolute(path)).ok();
+    match (local_folder(one), local_folder(other)) {
+        (Some(one), Some(other)) => place(&one) == place(&other),
+        _ => one == other,
     }
 }
 
@@ -71,6 +91,8 @@ mod tests {
             ("runs/a/iter_0000020/", "runs/a", Some(20)),
             ("iter_0000020", ".", Some(20)),
             ("runs/iter_last", "runs/iter_last", None),
+            ("runs/iter_20", "runs/iter_20", None),
+            ("runs/iter_12345678", "runs", Some(12_345_678)),
         ] {
             let expected = Location { run: run.into(), step };
             assert_eq!(text.parse::<Location>().unwrap(), expected, "{text}");

@@ -10,7 +10,7 @@ mod output;
 mod report;
 
 use clap::{Parser, Subcommand};
-use output::OutputArgs;
+use output::{OutputArgs, complain};
 use std::io::IsTerminal;
 use std::process::ExitCode;
 use tracing_subscriber::filter::{LevelFilter, Targets};
@@ -82,10 +82,18 @@ fn execute(cli: Cli) -> anyhow::Result<ExitCode> {
 
 /// Warnings of the libraries go to stderr; `RUST_LOG` asks for more, or less.
 fn log_to_stderr() {
-    let filter = std::env::var("RUST_LOG").ok().and_then(|directives| directives.parse().ok());
-    let filter = filter.unwrap_or_else(|| Targets::new().with_default(LevelFilter::WARN));
-    let lines = tracing_subscriber::fmt::layer()
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal());
+    let warnings = || Targets::new().with_default(LevelFilter::WARN);
+    let filter = match std::env::var("RUST_LOG") {
+        Ok(directives) => directives.parse().unwrap_or_else(|error| {
+            complain(format!("RUST_LOG `{directives}` is not understood ({error}); warnings are logged"));
+            warnings()
+        }),
+        Err(_) => warnings(),
+    };
+    // Its colours obey NO_COLOR, as long as they are not asked for.
+    let mut lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    if !std::io::stderr().is_terminal() {
+        lines = lines.with_ansi(false);
+    }
     tracing_subscriber::registry().with(lines).with(filter).init();
 }

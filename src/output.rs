@@ -14,7 +14,7 @@ pub(crate) struct OutputArgs {
     /// Short for --format json; errors become JSON on stderr
     #[arg(long, global = true, conflicts_with_all = ["format", "quiet"])]
     json: bool,
-    /// Short for --format quiet: the exit code alone tells, and errors
+    /// Short for --format quiet: errors, and what must not be missed
     #[arg(long, short, global = true, conflicts_with = "format")]
     quiet: bool,
 }
@@ -52,11 +52,6 @@ impl OutputArgs {
 }
 
 impl Output {
-    /// One that prints nothing.
-    pub(crate) fn quiet() -> Self {
-        Output { format: Format::Quiet, stdout_gone: AtomicBool::new(false) }
-    }
-
     pub(crate) fn is_json(&self) -> bool {
         self.format == Format::Json
     }
@@ -70,7 +65,7 @@ impl Output {
         }
     }
 
-    /// A line that is not the result: what was passed over, what was derived.
+    /// A line that is not the result. What must not be missed, such as a step that was passed over, goes to [`complain`].
     pub(crate) fn note(&self, text: impl Display) {
         if self.format != Format::Quiet {
             complain(text);

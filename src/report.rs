@@ -100,6 +100,7 @@ fn class_of_run(error: &RunError) -> Option<Class> {
         RunError::Load(error) => class_of(error),
         RunError::Tokens(error) => class_of(error),
         RunError::Save { source, .. } => class_of(source),
+        RunError::Observer(error) => class_of(&**error),
         RunError::Build(_) => class("RM2003", 2, "pick a layout that divides the model"),
         RunError::EmptyEpoch(_) => class("RM6003", 2, "use --epoch-tail span or pad, or a smaller batch"),
         RunError::NotFinite { .. } => class(

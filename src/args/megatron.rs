@@ -1,9 +1,11 @@
 //! Megatron's flags that are no setting here: what they ask for happens anyway, or makes no difference to the numbers, or is
 //! refused with the reason. A launch script can be pasted, and nothing in it is ignored in silence.
 
+use crate::args::TrainArgs;
 use crate::report::Refusal;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
+use train::config::LossAverage;
 
 /// What a flag comes to.
 #[derive(Clone, Copy, Debug)]
@@ -29,6 +31,11 @@ enum Kind {
 
 use Kind::{Switch, Value};
 
+/// Token losses are averaged over tokens.
+const PER_TOKEN_LOSS: &str = "calculate-per-token-loss";
+/// What happens where the tensors of model and checkpoint are not the same.
+const STRICTNESS: &str = "dist-ckpt-strictness";
+
 const F32: &str = "the trainer computes in f32 on CPU so far";
 const LLAMA: &str = "the one model so far is Llama-like: RMSNorm, rotary positions, SwiGLU, no biases";
 const STAGE: &str = "the trainer runs one pipeline stage so far";
@@ -36,6 +43,8 @@ const EXPERTS: &str = "there are no experts so far";
 const WHOLE_SAMPLES: &str = "samples are cut across documents without masks so far";
 const KEPT: &str = "every checkpoint is kept so far";
 const FORMAT: &str = "checkpoints are saved in the native format so far";
+const LACKING: &str = "a tensor that the checkpoint lacks is trained from its initial value only if it is named: \
+                       --allow-missing GLOB; --allow-extra GLOB names what the model does not want";
 const NODES: &str = "ranks are threads of one process so far";
 
 const FLAGS: &[(&str, Kind, Verdict)] = &[
@@ -83,7 +92,6 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("overlap-param-gather", Switch, NoEffect),
     ("tp-comm-overlap", Switch, NoEffect),
     ("distributed-backend", Value, NoEffect),
-    ("distributed-timeout-minutes", Value, NoEffect),
     ("nnodes", Value, SameFor(&["1"], NODES)),
     ("node-rank", Value, SameFor(&["0"], NODES)),
     ("master-addr", Value, NoEffect),
@@ -94,8 +102,7 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("exit-interval", Value, Refused("SIGUSR1 saves and ends a run; --train-iters ends it")),
     ("exit-duration-in-mins", Value, Refused("SIGUSR1 saves and ends a run; `timeout -s USR1` sends it")),
     ("exit-signal-handler", Switch, Same),
-    ("calculate-per-token-loss", Switch, Same),
-    ("override-opt_param-scheduler", Switch, Same),
+    (PER_TOKEN_LOSS, Switch, Same),
     ("eval-iters", Value, SameFor(&["0"], "there is no evaluation so far")),
     ("eval-interval", Value, NoEffect),
     ("recompute-activations", Switch, NoEffect),
@@ -122,6 +129,7 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("ckpt-format", Value, SameFor(&["native"], FORMAT)),
     ("use-dist-ckpt", Switch, Same),
     ("auto-detect-ckpt-format", Switch, Same),
+    (STRICTNESS, Value, SameFor(&["raise_all", "assume_ok_unexpected", "raise_unexpected"], LACKING)),
     ("ckpt-fully-parallel-save", Switch, Same),
     ("ckpt-fully-parallel-load", Switch, Same),
     ("dist-ckpt-optim-fully-reshardable", Switch, Same),
@@ -204,6 +212,31 @@ impl MegatronFlags {
             return Ok(without_effect);
         }
         Err(Refusal::usage("RM6005", refused.join("; "), format!("leave out {}", names.join(" "))))
+    }
+}
+
+impl MegatronFlags {
+    /// Puts what these flags ask for, where there is a setting of that meaning, among `args`, which were said beside them.
+    ///
+    /// # Errors
+    /// If `args` say the opposite.
+    pub(crate) fn put_into(&self, args: &mut TrainArgs) -> Result<(), Refusal> {
+        for (name, value, _) in &self.given {
+            match (*name, value.as_deref()) {
+                (PER_TOKEN_LOSS, _) if args.training.loss_average == Some(LossAverage::Sample) => {
+                    let message =
+                        format!("`--{PER_TOKEN_LOSS}` and `--loss-average sample` contradict each other");
+                    return Err(Refusal::usage("RM6003", message, "leave one of them out"));
+                }
+                (PER_TOKEN_LOSS, _) => args.training.loss_average = Some(LossAverage::Token),
+                // What the checkpoint has and the model does not want is ignored.
+                (STRICTNESS, Some("assume_ok_unexpected" | "raise_unexpected")) => {
+                    args.checkpoint.allow_extra = Some(vec!["**".into()]);
+                }
+                _ => {}
+            }
+        }
+        Ok(())
     }
 }
 

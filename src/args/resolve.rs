@@ -58,12 +58,25 @@ pub(crate) fn config(
         global_batch_size,
     )?
     .ok_or_else(|| missing("train-iters"))?;
+    let train_iters = train_samples / global_batch_size;
+    if train_iters == 0 {
+        return Err(Refusal::usage(
+            "RM6003",
+            format!(
+                "{train_samples} samples of training are less than a global batch of {global_batch_size}"
+            ),
+            "give more --train-samples, or at least one of --train-iters",
+        )
+        .into());
+    }
+    let saved_schedule = saved.map(|saved| &saved.schedule);
+    let saved_schedule = saved_schedule.filter(|_| training.override_opt_param_scheduler != Some(true));
     let config = TrainConfig {
-        schedule: schedule(training, train_samples, global_batch_size, saved.map(|saved| &saved.schedule))?,
+        schedule: schedule(training, train_samples, global_batch_size, saved_schedule)?,
         optimizer: optimizer(training)?,
         numerics,
         seed: training.seed.unwrap_or(1234),
-        train_iters: train_samples / global_batch_size,
+        train_iters,
         loss_average: training.loss_average.unwrap_or_default(),
         epoch_tail: args.data.epoch_tail.unwrap_or_default(),
         max_skipped_in_a_row: training.max_skipped_in_a_row.unwrap_or(3),
@@ -72,6 +85,30 @@ pub(crate) fn config(
     };
     config.check()?;
     Ok(config)
+}
+
+/// Checks what flags alone decide, before any file is opened; what data or a checkpoint may still say is taken to fit.
+///
+/// # Errors
+/// A model or a layout that cannot be trained, whatever they say.
+pub(crate) fn check_flags(args: &TrainArgs, parallel: ParallelConfig) -> Result<(), ConfigError> {
+    let may_resume = args.checkpoint.save.is_some() || args.checkpoint.load.is_some();
+    let (leaf, tp_leaves) = (args.training.canonical_leaf_tokens, args.training.canonical_tp_leaves);
+    let mut args = args.clone();
+    args.training.lr.get_or_insert(f64::MAX);
+    args.model.vocab_size.get_or_insert(1);
+    let refused = config(&args, parallel, None, None).err();
+    match refused.and_then(|error| error.downcast().ok()) {
+        // A resume takes them from the checkpoint.
+        Some(ConfigError::Leaf { .. }) if may_resume && leaf.is_none() => Ok(()),
+        Some(ConfigError::TpLeaves { .. } | ConfigError::TpLeavesOfModel { .. })
+            if may_resume && tp_leaves.is_none() =>
+        {
+            Ok(())
+        }
+        Some(error) => Err(error),
+        None => Ok(()),
+    }
 }
 
 fn missing(flag: &str) -> Refusal {
@@ -92,6 +129,16 @@ fn model(args: &ModelArgs, vocab_size: Option<usize>) -> anyhow::Result<ModelCon
     if args.kv_channels.is_none() && !hidden_size.is_multiple_of(heads.max(1)) {
         let (what, by) = ("hidden-size", "num-attention-heads");
         return Err(ConfigError::Indivisible { what, value: hidden_size, by, divisor: heads }.into());
+    }
+    if let (Some(said), Some(ids)) = (args.vocab_size, vocab_size)
+        && said < ids
+    {
+        return Err(Refusal::usage(
+            "RM6003",
+            format!("`--vocab-size` {said} is less than the {ids} ids of the data's tokenizer"),
+            "leave it out, or give at least that",
+        )
+        .into());
     }
     let vocab_size = args.vocab_size.or(vocab_size);
     Ok(ModelConfig {

@@ -4,7 +4,7 @@
 use crate::commands::digest::{self, Digests};
 use crate::location::Location;
 use crate::metrics::{self, Metrics};
-use crate::output::{Output, complain, table};
+use crate::output::{Output, table};
 use crate::report::Refusal;
 use anyhow::{Context, ensure};
 use clap::Parser;
@@ -80,12 +80,12 @@ pub(crate) fn run(args: &DemoArgs, output: &Output) -> anyhow::Result<ExitCode> 
             &temporary.path().to_owned()
         }
     };
-    let comparison = compare(folder)?;
+    let comparison = compare(folder, output)?;
     output.result(&comparison)?;
     Ok(if comparison.equal { ExitCode::SUCCESS } else { ExitCode::from(1) })
 }
 
-fn compare(folder: &Path) -> anyhow::Result<Comparison> {
+fn compare(folder: &Path, output: &Output) -> anyhow::Result<Comparison> {
     let at = |name: &str| folder.join(name).display().to_string();
     if folder.join("straight").exists() {
         let help = "give another folder, or remove this one";
@@ -100,36 +100,37 @@ fn compare(folder: &Path) -> anyhow::Result<Comparison> {
     let mut tokenize = vec!["data".into(), "tokenize".into()];
     tokenize.extend(documents);
     tokenize.extend(["-o".into(), at("tokens")]);
-    execute(&tokenize)?;
+    execute(&tokenize, output)?;
 
-    let straight = train(folder, "straight", &["--save-interval".into(), HALF.to_string()])?;
+    let interval = ["--save-interval".into(), HALF.to_string()];
+    let straight = train(folder, "straight", &interval, output)?;
     let from_half = format!("{}@{HALF}", at("straight"));
     let mut resumed = Vec::new();
     for (index, (_, layout)) in RESUMED.iter().enumerate() {
         let layout = layout.split(' ').map(String::from);
         let flags: Vec<String> = layout.chain(["--load".into(), from_half.clone()]).collect();
-        resumed.push(train(folder, &format!("resumed-{}", index + 1), &flags)?);
+        resumed.push(train(folder, &format!("resumed-{}", index + 1), &flags, output)?);
     }
     Comparison::of(&straight, &resumed)
 }
 
 /// Trains a run of this name and returns what it left.
-fn train(folder: &Path, name: &str, flags: &[String]) -> anyhow::Result<Trained> {
+fn train(folder: &Path, name: &str, flags: &[String], output: &Output) -> anyhow::Result<Trained> {
     let save = folder.join(name);
     let mut words: Vec<String> = vec!["train".into()];
     words.extend(MODEL.split_whitespace().map(String::from));
     words.extend(flags.iter().cloned());
     words.extend(["--data-path".into(), folder.join("tokens").display().to_string()]);
     words.extend(["--save".into(), save.display().to_string()]);
-    execute(&words)?;
+    execute(&words, output)?;
     let location = Location { run: save.display().to_string(), step: None };
-    let checkpoint = location.open(&Output::quiet())?;
+    let checkpoint = location.open()?;
     Ok(Trained { metrics: metrics::read(&save)?, digests: digest::digests(&checkpoint)? })
 }
 
 /// Says the command and runs it, in this process, without its output.
-fn execute(words: &[String]) -> anyhow::Result<()> {
-    complain(format!("$ remesh {}", words.join(" ")));
+fn execute(words: &[String], output: &Output) -> anyhow::Result<()> {
+    output.note(format!("$ remesh {}", words.join(" ")));
     let words = ["remesh", "--quiet"].map(String::from).into_iter().chain(words.iter().cloned());
     let ended = crate::execute(crate::Cli::try_parse_from(words)?)?;
     ensure!(ended == ExitCode::SUCCESS, "the command was stopped");

@@ -22,10 +22,12 @@ pub(crate) struct DigestArgs {
     checkpoint: Location,
 }
 
-/// By name.
 #[derive(Debug, PartialEq, Eq, Serialize)]
-#[serde(transparent)]
-pub(crate) struct Digests(BTreeMap<String, TensorDigest>);
+pub(crate) struct Digests {
+    schema: &'static str,
+    /// By name.
+    tensors: BTreeMap<String, TensorDigest>,
+}
 
 #[derive(Debug, PartialEq, Eq, Serialize)]
 struct TensorDigest {
@@ -37,7 +39,7 @@ struct TensorDigest {
 
 /// Digests a checkpoint.
 pub(crate) fn run(args: &DigestArgs, output: &Output) -> anyhow::Result<ExitCode> {
-    output.result(&digests(&args.checkpoint.open(output)?)?)?;
+    output.result(&digests(&args.checkpoint.open()?)?)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -46,7 +48,7 @@ pub(crate) fn digests(checkpoint: &Checkpoint) -> anyhow::Result<Digests> {
     let tensors = checkpoint.catalog().tensors().iter();
     let tensors = tensors.filter(|tensor| matches!(tensor.kind, StateKind::Model | StateKind::Optimizer));
     let digests = tensors.map(|tensor| Ok((tensor.key.to_string(), digest(checkpoint, tensor)?)));
-    Ok(Digests(digests.collect::<anyhow::Result<_>>()?))
+    Ok(Digests { schema: "remesh.digest/1", tensors: digests.collect::<anyhow::Result<_>>()? })
 }
 
 /// Reads the tensor a few rows at a time, so that memory does not grow with it.
@@ -78,6 +80,6 @@ fn slabs(tensor: &StoredTensor) -> Vec<Region> {
 /// One line a tensor, as `sha256sum` prints them.
 impl fmt::Display for Digests {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|(name, digest)| writeln!(f, "{}  {name}", digest.sha256))
+        self.tensors.iter().try_for_each(|(name, digest)| writeln!(f, "{}  {name}", digest.sha256))
     }
 }

@@ -49,7 +49,7 @@ struct Tensor<'a> {
 
 /// Shows a checkpoint.
 pub(crate) fn run(args: &InspectArgs, output: &Output) -> anyhow::Result<ExitCode> {
-    let checkpoint = args.checkpoint.open(output)?;
+    let checkpoint = args.checkpoint.open()?;
     output.result(&inspect(&checkpoint, args.all))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -9,7 +9,7 @@ use reshard::{CutChange, LayoutChange, plan_layout_change};
 use serde::Serialize;
 use std::fmt;
 use std::process::ExitCode;
-use train::config::TrainConfig;
+use train::config::{ConfigError, TrainConfig};
 use train::resume::SavedRun;
 
 /// Flags of `remesh plan`.
@@ -48,15 +48,24 @@ struct Microbatches {
 #[derive(Serialize)]
 struct ResumePlan {
     next_sample: u64,
+    /// Why the layout cannot be trained, although state can be loaded under it.
+    refused: Option<Refused>,
     /// Whether the losses are those of the run that never stopped, bit for bit.
     exact: bool,
     /// Why not.
     reasons: Vec<String>,
 }
 
+#[derive(Serialize)]
+struct Refused {
+    code: &'static str,
+    message: String,
+    help: String,
+}
+
 /// Plans a resume.
 pub(crate) fn run(args: &PlanArgs, output: &Output) -> anyhow::Result<ExitCode> {
-    let checkpoint = args.checkpoint.open(output)?;
+    let checkpoint = args.checkpoint.open()?;
     let saved = SavedRun::of(checkpoint.commit())?.config;
     let batch = ParallelArgs {
         micro_batch_size: Some(saved.parallel.micro_batch_size()),
@@ -71,8 +80,8 @@ pub(crate) fn run(args: &PlanArgs, output: &Output) -> anyhow::Result<ExitCode> 
         (world_size, _) => resolve::world_size(world_size, said.args()),
     };
     let target = said.resolve(world_size, 0)?;
-    TrainConfig { parallel: target, ..saved.clone() }.check()?;
-    output.result(&plan(&checkpoint, &saved.parallel, &target, said.explain(&target))?)?;
+    let refused = TrainConfig { parallel: target, ..saved.clone() }.check().err();
+    output.result(&plan(&checkpoint, &saved.parallel, &target, refused, said.explain(&target))?)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -80,6 +89,7 @@ fn plan(
     checkpoint: &Checkpoint,
     saved: &ParallelConfig,
     target: &ParallelConfig,
+    refused: Option<ConfigError>,
     explained: Vec<Explained>,
 ) -> anyhow::Result<Plan> {
     let sizes = [
@@ -97,7 +107,12 @@ fn plan(
         microbatches: Microbatches { saved: saved.num_microbatches(), target: target.num_microbatches() },
         resume: ResumePlan {
             next_sample: checkpoint.commit().counters.consumed_train_samples,
-            exact: reasons.is_empty(),
+            exact: reasons.is_empty() && refused.is_none(),
+            refused: refused.map(|error| Refused {
+                code: error.code(),
+                message: error.to_string(),
+                help: error.help(),
+            }),
             reasons,
         },
         explained,
@@ -125,9 +140,14 @@ impl fmt::Display for Plan {
         change.numbers.iter().for_each(|number| row(number.name, number.saved.into(), number.target.into()));
         row("microbatches a step", microbatches.saved, microbatches.target);
         let most = change.ranks.iter().map(|rank| rank.bytes.wanted).max().unwrap_or(0);
-        let exactness = match resume.exact {
-            true => "losses equal those of the run that never stopped, bit for bit".into(),
-            false => format!("not exact: {}", resume.reasons.join("; ")),
+        let exactness = match (&resume.refused, resume.exact) {
+            (Some(Refused { code, message, help }), _) => {
+                ("note", format!("cannot be trained: {code} {message}; {help}"))
+            }
+            (None, true) => {
+                ("exactness", "losses equal those of the run that never stopped, bit for bit".to_owned())
+            }
+            (None, false) => ("exactness", format!("not exact: {}", resume.reasons.join("; "))),
         };
         let facts = [
             (
@@ -140,7 +160,7 @@ impl fmt::Display for Plan {
             ),
             ("data", format!("next sample {}, in the same order", resume.next_sample)),
             ("random", change.random_streams.to_string()),
-            ("exactness", exactness),
+            exactness,
         ];
         let notes = change.notes.iter().map(|note| ("note", note.clone()));
         let facts = facts.into_iter().chain(notes).map(|(name, text)| vec![format!("  {name}"), text]);

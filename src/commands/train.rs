@@ -6,7 +6,7 @@ mod start;
 use crate::args::megatron::MegatronFlags;
 use crate::args::{CheckpointArgs, TrainArgs, file, resolve};
 use crate::commands::tokenize::Tokenizer;
-use crate::output::Output;
+use crate::output::{Output, complain};
 use crate::report::{Refusal, failure, is_damage};
 use anyhow::Context;
 use ckpt::Saver;
@@ -19,10 +19,11 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
 use train::config::TrainConfig;
 use train::data::{Sampler, TokenFile};
 use train::resume::{self, DataState, Resume, SavedRun, Selection};
-use train::run::{Job, RunEnd, RunName, SavePolicy};
+use train::run::{Event, Job, RunEnd, RunName, SavePolicy};
 
 /// Flags of `remesh train`.
 #[derive(Clone, Debug, clap::Args)]
@@ -54,12 +55,12 @@ pub(crate) fn run(command: TrainCommand, output: &Output) -> anyhow::Result<Exit
     let said = merge(command, output)?;
     let mut damaged = Vec::new();
     loop {
-        let start = start::find(&said.args.checkpoint, damaged.last().copied(), output)?;
+        let start = start::find(&said.args.checkpoint, damaged.last().copied())?;
         match (train_from(&said, &start, &damaged, &signals, output), &start.checkpoint) {
             (Ok(end), _) => return Ok(signals.exit_code(end, said.args.checkpoint.save.is_some())),
             // Found while the latest was read: the next older one may be whole.
             (Err(error), Some(checkpoint)) if start.is_latest && is_damage(&error) => {
-                output.note(format!("step {} is damaged and passed over: {error:#}", checkpoint.step()));
+                complain(format!("step {} is damaged and passed over: {error:#}", checkpoint.step()));
                 damaged.push(checkpoint.step());
             }
             (Err(error), _) => return Err(error),
@@ -67,8 +68,9 @@ pub(crate) fn run(command: TrainCommand, output: &Output) -> anyhow::Result<Exit
     }
 }
 
-fn merge(command: TrainCommand, output: &Output) -> anyhow::Result<Said> {
+fn merge(mut command: TrainCommand, output: &Output) -> anyhow::Result<Said> {
     let without_effect = command.megatron.check()?;
+    command.megatron.put_into(&mut command.args)?;
     if !without_effect.is_empty() {
         output.note(format!("no effect here: {}", without_effect.join(", ")));
     }
@@ -84,6 +86,7 @@ fn merge(command: TrainCommand, output: &Output) -> anyhow::Result<Said> {
     if command.verbose {
         merged.explain(&parallel).iter().for_each(|line| output.note(line));
     }
+    resolve::check_flags(&args, parallel)?;
     let data = args.data.data_path.as_deref().ok_or_else(|| {
         Refusal::usage(
             "RM6004",
@@ -132,12 +135,18 @@ fn train_from(
     let name = run_name();
     let iteration = continued.map_or(0, |checkpoint| checkpoint.step());
     let damaged = if start.is_in_save { damaged } else { &[] };
-    let store =
-        args.save.as_deref().map(|save| start::destination(save, iteration, damaged, args, &name.run));
+    let overwrite = args.overwrite == Some(true);
+    let store = args.save.as_deref().map(|save| start::destination(save, iteration, damaged, overwrite));
     let store = store.transpose()?;
+    // Only once it is sure what the run goes on from.
+    let set_newer_aside = || match &store {
+        Some(store) if overwrite => store.set_aside(iteration, &name.run).map(drop),
+        _ => Ok(()),
+    };
     let progress = Progress::new(&said.args, &config, start, changes, output)?;
     if start.checkpoint.is_none() {
-        progress.line(&Line::Fresh { train_iters: config.train_iters });
+        set_newer_aside()?;
+        progress.line(Line::Fresh { train_iters: config.train_iters });
     }
     let saver =
         store.as_ref().map(|store| move |exchange| Saver::new(store.clone(), exchange).replacing(damaged));
@@ -148,12 +157,21 @@ fn train_from(
         save: saver.as_ref().map(|saver| SavePolicy {
             interval: args.save_interval.unwrap_or(0),
             saver,
-            writer: name,
+            writer: name.clone(),
             now,
         }),
-        timeout: Job::TIMEOUT,
+        timeout: said
+            .args
+            .training
+            .distributed_timeout_minutes
+            .map_or(Job::TIMEOUT, |minutes| Duration::from_secs(60 * u64::from(minutes.get()))),
         stop: &signals.stop,
-        observer: &|event| progress.observe(event),
+        observer: &|event| {
+            if let Event::Resumed(_) = event {
+                set_newer_aside()?;
+            }
+            Ok(progress.observe(event)?)
+        },
     };
     let end = train::run::run(&job).map_err(|error| failure(*error))?;
     if end.iteration == iteration {

@@ -1,8 +1,9 @@
 //! `remesh verify`: whether a checkpoint is as it was written.
 
 use crate::location::Location;
-use crate::output::{Output, human_bytes};
+use crate::output::{Output, complain, human_bytes};
 use crate::report::is_damage;
+use ckpt::{Checkpoint, OpenError, Store};
 use serde::Serialize;
 use std::fmt;
 use std::process::ExitCode;
@@ -43,8 +44,9 @@ pub(crate) fn run(args: &VerifyArgs, output: &Output) -> anyhow::Result<ExitCode
         bytes_read: 0,
         faults: Vec::new(),
     };
-    match args.checkpoint.open(output) {
-        Ok(checkpoint) => {
+    match open(&args.checkpoint, &mut verified.faults) {
+        Ok(None) => {}
+        Ok(Some(checkpoint)) => {
             let tensors = checkpoint.catalog().tensors();
             verified.step = Some(checkpoint.step());
             verified.tensors = tensors.len();
@@ -52,7 +54,7 @@ pub(crate) fn run(args: &VerifyArgs, output: &Output) -> anyhow::Result<ExitCode
             if args.deep {
                 let report = checkpoint.verify()?;
                 verified.bytes_read = report.bytes_read;
-                verified.faults = report.faults.iter().map(ToString::to_string).collect();
+                verified.faults.extend(report.faults.iter().map(ToString::to_string));
             }
         }
         Err(error) if is_damage(&error) => verified.faults.push(format!("{error:#}")),
@@ -61,6 +63,26 @@ pub(crate) fn run(args: &VerifyArgs, output: &Output) -> anyhow::Result<ExitCode
     verified.ok = verified.faults.is_empty();
     output.result(&verified)?;
     Ok(if verified.ok { ExitCode::SUCCESS } else { ExitCode::from(1) })
+}
+
+/// Opens the checkpoint. Where no step was asked for, each newer one that has a commit and is not whole is a fault, and so
+/// there may be none to open; what never was committed is no checkpoint, and gets a line.
+fn open(location: &Location, faults: &mut Vec<String>) -> anyhow::Result<Option<Checkpoint>> {
+    if location.step.is_some() {
+        return location.open().map(Some);
+    }
+    let store = Store::open(&location.run)?;
+    let latest = store.latest(None)?;
+    for passed in &latest.passed_over {
+        match passed.why {
+            OpenError::NoCommit { .. } => complain(passed),
+            _ => faults.push(passed.to_string()),
+        }
+    }
+    match faults.is_empty() {
+        true => Ok(Some(latest.require(&store)?)),
+        false => Ok(latest.checkpoint),
+    }
 }
 
 impl fmt::Display for Verified {

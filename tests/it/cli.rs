@@ -179,7 +179,7 @@ fn a_run_resumed_under_other_layouts_equals_the_one_that_never_stopped() {
             resumed.starts_with("resumed step 2 of straight: TP 1 · GTP 1 · CP 1 · DP 1 · world 1 → "),
             "{resumed}"
         );
-        assert!(resumed.contains("verified L2 ("), "{resumed}");
+        assert!(resumed.ends_with(", verified L2"), "{resumed}");
         assert!(lines.next().unwrap().starts_with("step 3/4  loss "), "{said}");
         assert_eq!(lines.next().unwrap(), "L3 step 3 is bit-identical");
         assert_eq!(metrics(folder, name), straight[2..], "{name}");
@@ -379,7 +379,107 @@ fn layouts_that_cannot_be_are_refused_before_anything_is_written() {
           help: leave it out: canonical numerics are the default
     "#]]
     .assert_eq(&refused("--numerics fast"));
+    // What flags alone show comes before any file is looked for.
+    assert!(refused("--tp 4 --data-path nowhere").contains("RM2003"));
+    assert!(refused("--cp 2 --canonical-leaf-tokens 16 --data-path nowhere").contains("RM2030"));
     assert!(!folder.join("run").exists());
+}
+
+#[test]
+fn settings_that_contradict_the_data_or_each_other_are_refused() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let refused = |flags: &str| refused(folder, &format!("train {MODEL} --save run {flags}"), 2);
+    expect![[r#"
+        Error: RM6003
+
+          × `--vocab-size` 100 is less than the 257 ids of the data's tokenizer
+          help: leave it out, or give at least that
+    "#]]
+    .assert_eq(&refused("--train-iters 1 --vocab-size 100"));
+    expect![[r#"
+        Error: RM6003
+
+          × 3 samples of training are less than a global batch of 4
+          help: give more --train-samples, or at least one of --train-iters
+    "#]]
+    .assert_eq(&refused("--train-samples 3"));
+    expect![[r#"
+        Error: RM6003
+
+          × `--calculate-per-token-loss` and `--loss-average sample` contradict each other
+          help: leave one of them out
+    "#]]
+    .assert_eq(&refused("--train-iters 1 --loss-average sample --calculate-per-token-loss"));
+    expect![[r#"
+        Error: RM6005
+
+          × `--dist-ckpt-strictness log_all`: a tensor that the checkpoint lacks is trained from its initial value only if it is named: --allow-missing GLOB; --allow-extra GLOB names what the model does not want
+          help: leave out --dist-ckpt-strictness log_all
+    "#]]
+    .assert_eq(&refused("--train-iters 1 --dist-ckpt-strictness log_all"));
+    assert!(!folder.join("run").exists());
+}
+
+#[test]
+fn flags_of_launch_scripts_mean_what_they_say() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let line = format!("train {MODEL} --train-iters 1");
+    std::fs::write(folder.join("sample.toml"), "[training]\nloss_average = \"sample\"\n").unwrap();
+    ok(folder, &format!("{line} --config sample.toml --calculate-per-token-loss --save run"));
+    let inspected: serde_json::Value = serde_json::from_str(&ok(folder, "inspect run --json")).unwrap();
+    assert_eq!(inspected["commit"]["config"]["loss_average"], "token");
+    // The tied model does not want the checkpoint's output layer.
+    let tied = format!("{line} --load run --save new --finetune --tie-embeddings --dist-ckpt-strictness");
+    assert!(refused(folder, &format!("{tied} raise_all"), 2).contains("`output_layer.weight`"));
+    ok(folder, &format!("{tied} assume_ok_unexpected"));
+}
+
+#[test]
+fn a_place_is_the_same_however_it_is_written() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let line = format!("train {MODEL} --lr-decay-iters 9 --save run --train-iters");
+    let said = ok(folder, &format!("{line} 1 --load ./run/"));
+    assert!(said.starts_with("starting afresh, 1 steps\n"), "{said}");
+    let url = format!("file://{}/./run/", folder.display());
+    let said = ok(folder, &format!("{line} 2 --load {url}"));
+    assert!(said.starts_with("resumed step 1 of run: "), "{said}");
+    // Found while it is loaded, so another step stands in, and the damaged one is in nobody's way.
+    damage_data(&folder.join("run/iter_0000002"));
+    let said = ok(folder, &format!("{line} 2 --load {url}@latest"));
+    assert!(said.starts_with("resumed step 1 of "), "{said}");
+}
+
+#[test]
+fn every_json_document_names_its_schema_and_bad_log_settings_are_said() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let said = ok(folder, &format!("train {MODEL} --train-iters 1 --save run --json"));
+    let events: Vec<serde_json::Value> =
+        said.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(events.iter().all(|event| event["schema"] == "remesh.train/1"), "{said}");
+    let names: Vec<_> = events.iter().map(|event| event["event"].as_str().unwrap()).collect();
+    assert_eq!(names, ["fresh", "step", "saved"]);
+    for (line, schema) in [
+        ("digest run", "remesh.digest/1"),
+        ("inspect run", "remesh.inspect/1"),
+        ("ls run", "remesh.ls/1"),
+        ("verify run", "remesh.verify/1"),
+        ("plan run", "remesh.plan/1"),
+        ("data tokenize a.bin -o again", "remesh.tokenize/1"),
+    ] {
+        let document: serde_json::Value =
+            serde_json::from_str(&ok(folder, &format!("{line} --json"))).unwrap();
+        assert_eq!(document["schema"], schema);
+    }
+    let output = command(folder, "ls run").env("RUST_LOG", "ckpt=loud").output().unwrap();
+    assert!(output.status.success());
+    expect![[r#"
+        RUST_LOG `ckpt=loud` is not understood (error parsing level filter: expected one of "off", "error", "warn", "info", "debug", "trace", or a number 0-5); warnings are logged
+    "#]]
+    .assert_eq(&text(&output.stderr));
 }
 
 #[test]
@@ -463,6 +563,47 @@ fn going_back_sets_newer_checkpoints_aside_when_told_to() {
 }
 
 #[test]
+fn newer_checkpoints_stay_when_the_one_to_go_back_to_cannot_be_loaded() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 4 --save run --save-interval 2"));
+    damage_data(&folder.join("run/iter_0000002"));
+    refused(folder, &format!("train {MODEL} --train-iters 4 --save run --ckpt-step 2 --overwrite"), 6);
+    ok(folder, "verify run@4");
+}
+
+/// Changes one bit of a step's data, and returns the file.
+fn damage_data(step: &Path) -> std::path::PathBuf {
+    let pack = std::fs::read_dir(step.join("data")).unwrap().next().unwrap().unwrap().path();
+    let mut bytes = std::fs::read(&pack).unwrap();
+    bytes[100] ^= 1;
+    std::fs::write(&pack, bytes).unwrap();
+    pack
+}
+
+#[test]
+fn verifying_a_run_finds_what_is_wrong_with_its_newest_commit() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 3 --save run --save-interval 1"));
+    let commit = folder.join("run/iter_0000003/checkpoint.json");
+    let whole = std::fs::read_to_string(&commit).unwrap();
+    std::fs::write(&commit, whole.replace("\"iteration\"", "\"literation\"")).unwrap();
+    for flags in ["", "--deep=false"] {
+        let verified = remesh(folder, &format!("verify run {flags}"));
+        assert_eq!(verified.status.code(), Some(1));
+        let said = text(&verified.stdout);
+        assert!(said.starts_with("BAD  step 3 is passed over (RM4021): "), "{said}");
+    }
+    ok(folder, "verify run@2");
+    // Without its commit it is no checkpoint, only what a save left behind.
+    std::fs::remove_file(commit).unwrap();
+    let verified = remesh(folder, "verify run");
+    assert!(verified.status.success());
+    assert!(text(&verified.stderr).starts_with("step 3 is passed over (RM4020): "));
+}
+
+#[test]
 fn damage_makes_an_older_step_stand_in_and_verify_names_it() {
     let folder = with_tokens();
     let folder = folder.path();
@@ -470,11 +611,7 @@ fn damage_makes_an_older_step_stand_in_and_verify_names_it() {
         |iters: u32, flags: &str| format!("train {MODEL} --lr-decay-iters 6 --train-iters {iters} {flags}");
     ok(folder, &train(6, "--save straight"));
     ok(folder, &train(4, "--save run --save-interval 2"));
-    let data = folder.join("run/iter_0000004/data");
-    let pack = std::fs::read_dir(&data).unwrap().next().unwrap().unwrap().path();
-    let mut bytes = std::fs::read(&pack).unwrap();
-    bytes[100] ^= 1;
-    std::fs::write(&pack, bytes).unwrap();
+    let pack = damage_data(&folder.join("run/iter_0000004"));
 
     let verified = remesh(folder, "verify run");
     assert_eq!(verified.status.code(), Some(1));
@@ -526,6 +663,10 @@ fn a_step_that_is_not_whole_is_passed_over_by_every_command_and_listed_with_the_
         1 faults
     "#]]
     .assert_eq(&text(&verified.stdout));
+    // Where none is left, the refusal alone says why.
+    std::fs::remove_file(folder.join("run/iter_0000002/checkpoint.json")).unwrap();
+    let said = refused(folder, &format!("train {MODEL} --train-iters 4 --load run --save new"), 3);
+    assert_eq!(said.matches("step 4 is passed over").count(), 1, "{said}");
 }
 
 #[test]
@@ -567,9 +708,71 @@ fn a_step_that_is_not_the_earlier_one_fails_l3_and_says_both() {
     let path = folder.join("run/metrics.jsonl");
     let lines = std::fs::read_to_string(&path).unwrap().replace("\"loss\":5.", "\"loss\":6.");
     std::fs::write(&path, lines).unwrap();
-    let said = ok(folder, &format!("train {MODEL} --train-iters 2 --load run@1 --save new"));
-    let line = said.lines().find(|line| line.starts_with("L3 step 2 FAILED: loss 5.")).unwrap();
-    assert!(line.contains(", but metrics.jsonl has loss 6."), "{line}");
+    let line = format!("train {MODEL} --train-iters 2 --load run@1");
+    let failed = remesh(folder, &format!("{line} --save new --quiet"));
+    assert!(failed.status.success());
+    let said = text(&failed.stderr);
+    assert!(said.starts_with("L3 step 2 FAILED: loss 5."), "{said}");
+    assert!(said.contains(", but metrics.jsonl has loss 6."), "{said}");
+    // Nothing of the step stays, so that no later attempt takes it for the saved run's.
+    let output = remesh(folder, &format!("{line} --save strict --strict"));
+    assert_eq!(output.status.code(), Some(1));
+    let said = text(&output.stderr);
+    assert!(said.starts_with("Error: RM3111\n\n  × L3 step 2 FAILED: loss 5."), "{said}");
+    assert_eq!(metrics(folder, "strict"), []);
+    assert_eq!(ok(folder, "ls strict"), "no checkpoints in `strict`\n");
+}
+
+#[test]
+fn what_must_not_be_missed_is_on_stderr_even_when_quiet() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    std::fs::create_dir(folder.join("run")).unwrap();
+    std::fs::write(folder.join("run/iter_0000002"), "in the way").unwrap();
+    let output =
+        remesh(folder, &format!("train {MODEL} --train-iters 3 --save run --save-interval 1 --quiet"));
+    assert!(output.status.success());
+    assert_eq!(text(&output.stdout), "");
+    let said = text(&output.stderr);
+    assert!(said.starts_with("step 2 could not be saved (RM1001): "), "{said}");
+    let output = remesh(folder, &format!("train {MODEL} --train-iters 3 --load run@1 --save new --cp 2 -q"));
+    expect![[r#"
+        2 per-rank random streams derived anew: the layout changed
+    "#]]
+    .assert_eq(&text(&output.stderr));
+    std::fs::remove_file(folder.join("run/iter_0000003/checkpoint.json")).unwrap();
+    let output = remesh(folder, "digest run -q");
+    assert_eq!((output.status.code(), text(&output.stdout)), (Some(0), String::new()));
+    let said = text(&output.stderr);
+    assert!(said.starts_with("step 3 is passed over (RM4020): "), "{said}");
+}
+
+#[test]
+fn a_resume_says_that_its_schedule_has_ended_and_can_leave_it_alone() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 2 --save run"));
+    ok(folder, &format!("train {MODEL} --train-iters 4 --save straight"));
+    let line = format!("train {MODEL} --train-iters 4 --load run");
+    let output = remesh(folder, &format!("{line} --save ended -q"));
+    expect![[r#"
+        the learning rate stays 0 in all 2 steps that are left: the checkpoint's schedule comes down in 2 steps; --lr-decay-iters 4 spreads it over the whole run
+    "#]]
+    .assert_eq(&text(&output.stderr));
+    let rates = |run: &str| metrics(folder, run).iter().rev().take(2).map(|line| line.lr).collect::<Vec<_>>();
+    assert_eq!(rates("ended"), [0.0, 0.0]);
+    for (name, flags) in [("longer", "--lr-decay-iters 4"), ("own", "--override-opt_param-scheduler")] {
+        let output = remesh(folder, &format!("{line} --save {name} {flags}"));
+        assert_eq!(text(&output.stderr), "", "{name}");
+        assert_eq!(rates(name), rates("straight"), "{name}");
+    }
+    // All of it: nothing that was said then still holds.
+    ok(folder, &format!("train {MODEL} --train-iters 2 --min-lr 1e-3 --save high"));
+    ok(
+        folder,
+        &format!("{line} --save new --override-opt_param-scheduler").replace("--load run", "--load high"),
+    );
+    assert_eq!(rates("new"), rates("straight"));
 }
 
 #[test]
@@ -579,7 +782,7 @@ fn less_than_the_whole_state_is_said_and_no_level_is_claimed() {
     ok(folder, &format!("train {MODEL} --train-iters 4 --save run --save-interval 2"));
     let line = format!("train {MODEL} --train-iters 4 --load run@2 --save new --no-load-optim");
     let said = ok(folder, &line);
-    assert!(said.contains("verified what was loaded (not restored: optimizer)"), "{said}");
+    assert!(said.contains(", verified what was loaded\n"), "{said}");
     assert!(said.contains("L3 step 3 not expected: not restored: optimizer"), "{said}");
     let said = refused(folder, &format!("{} --strict", line.replace("--save new", "--save strict")), 1);
     assert!(said.contains("RM3110"), "{said}");
@@ -663,6 +866,16 @@ fn a_plan_leads_with_what_a_change_of_layout_really_does() {
     assert_eq!(plan["saved"]["gtp"], 2);
     assert_eq!(plan["target"]["tp"], 2);
     refused(folder, "plan run --tp 3 --world-size 3", 2);
+    // What cannot be trained can be loaded all the same.
+    for (layout, refusal) in [("--tp 4 --world-size 4", "RM2003"), ("--cp 16 --world-size 16", "RM2030")] {
+        let planned: serde_json::Value =
+            serde_json::from_str(&ok(folder, &format!("plan run {layout} --json"))).unwrap();
+        assert_eq!(planned["resume"]["refused"]["code"], refusal);
+        assert_eq!(planned["resume"]["exact"], false);
+    }
+    let said = ok(folder, "plan run --tp 4 --world-size 4");
+    let line = said.lines().find(|line| line.starts_with("  note ")).unwrap();
+    expect!["  note     cannot be trained: RM2003 TP 4 does not divide the 2 query groups: 2 % 4 != 0 (`decoder.layers.*.self_attention.linear_qkv.weight`); pick a TP size that divides the query groups: 1, 2"].assert_eq(line);
 }
 
 #[test]

@@ -63,6 +63,7 @@ pub fn train<'a>(
                 Event::SaveFailed { error, .. } => told.failed_saves.push(error.to_string()),
                 Event::Saved { .. } | Event::Stopping { .. } | Event::SamplesDropped { .. } => {}
             }
+            Ok(())
         },
     };
     match run(&job) {

@@ -87,7 +87,7 @@ fn in_world<R: Send>(
         save: Some(policy()),
         timeout: Job::TIMEOUT,
         stop: &stop,
-        observer: &|_| {},
+        observer: &|_| Ok(()),
     };
     let table = Arc::new(mesh::GroupTable::new("model", config.parallel.layout()));
     let ranks = World::run(layout.world_size(), WorldOptions::default(), |context| {

@@ -67,7 +67,7 @@ fn run_all(models: &[&Model], tokens: &TokenFile) {
             }),
             timeout: Job::TIMEOUT,
             stop: &stop,
-            observer: &|_| {},
+            observer: &|_| Ok(()),
         };
         let end = run_rank(&job, &model.table.for_rank(context.rank()), model.prefix, context)?;
         assert_eq!(end, RunEnd { iteration: ITERATIONS, stopped: false });

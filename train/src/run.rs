@@ -31,8 +31,8 @@ pub struct Job<'a> {
     pub timeout: Duration,
     /// Set from outside to end the run after the step in hand, with a save.
     pub stop: &'a AtomicBool,
-    /// Is told what happens, on the first rank's thread.
-    pub observer: &'a (dyn Fn(&Event) + Sync),
+    /// Is told what happens, on the first rank's thread; an error ends the run before anything else is done or saved.
+    pub observer: &'a (dyn Fn(&Event) -> Result<(), ObserverError> + Sync),
 }
 
 impl Job<'_> {
@@ -54,6 +54,9 @@ impl Job<'_> {
         Ok(crate::resume::check(resume, self.config, &data)?)
     }
 }
+
+/// Why an observer ends a run.
+pub type ObserverError = Box<dyn std::error::Error + Send + Sync>;
 
 /// When to save, and with what.
 pub struct SavePolicy<'a> {
@@ -183,6 +186,9 @@ pub enum RunError {
         /// The last of them.
         iteration: u64,
     },
+    /// The observer ended the run.
+    #[error(transparent)]
+    Observer(ObserverError),
     /// Another rank failed.
     #[error(transparent)]
     Comm(#[from] CommError),
@@ -224,7 +230,7 @@ pub fn run_rank(
         rank.step()?;
         let stopped = rank.is_stopped()?;
         if stopped {
-            rank.tell(|| Event::Stopping { iteration: rank.iteration });
+            rank.tell(|| Event::Stopping { iteration: rank.iteration })?;
         }
         rank.save_if_due(stopped || rank.iteration == job.config.train_iters)?;
         if stopped {
@@ -304,9 +310,10 @@ impl<'a> RankRun<'a> {
         &mut self.streams
     }
 
-    fn tell(&self, event: impl FnOnce() -> Event) {
-        if self.is_first {
-            (self.job.observer)(&event());
+    fn tell(&self, event: impl FnOnce() -> Event) -> Result<(), RunError> {
+        match self.is_first {
+            true => (self.job.observer)(&event()).map_err(RunError::Observer),
+            false => Ok(()),
         }
     }
 
@@ -328,7 +335,7 @@ impl<'a> RankRun<'a> {
         self.partial = [&resume.source.commit().partial[..], &resumed.partial].concat();
         self.partial.sort();
         self.partial.dedup();
-        self.tell(|| Event::Resumed(Box::new(resumed.clone())));
+        self.tell(|| Event::Resumed(Box::new(resumed.clone())))?;
         Ok(resumed)
     }
 
@@ -372,9 +379,9 @@ impl<'a> RankRun<'a> {
                 consumed_samples: self.counters.consumed_train_samples,
                 skipped_in_a_row: self.skipped_in_a_row,
             })
-        });
+        })?;
         if let Some((epoch, samples)) = self.sampler.dropped_at(self.counters.consumed_train_samples) {
-            self.tell(|| Event::SamplesDropped { epoch, samples });
+            self.tell(|| Event::SamplesDropped { epoch, samples })?;
         }
         match self.skipped_in_a_row {
             skipped if skipped > 0 && skipped >= self.job.config.max_skipped_in_a_row => {
@@ -419,14 +426,12 @@ impl<'a> RankRun<'a> {
         match saved {
             Ok(report) => {
                 self.failed_saves = 0;
-                self.tell(|| Event::Saved { iteration, report });
-                Ok(())
+                self.tell(|| Event::Saved { iteration, report })
             }
             Err(source) if last || self.failed_saves > 0 => Err(RunError::Save { iteration, source }),
             Err(error) => {
                 self.failed_saves += 1;
-                self.tell(|| Event::SaveFailed { iteration, error });
-                Ok(())
+                self.tell(|| Event::SaveFailed { iteration, error })
             }
         }
     }

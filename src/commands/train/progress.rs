@@ -2,12 +2,13 @@
 
 use crate::args::TrainArgs;
 use crate::commands::train::start::Start;
+use crate::location::local_folder;
 use crate::metrics::{self, Metrics, MetricsFile};
-use crate::output::{Output, human_bytes};
-use mesh::ParallelLayout;
+use crate::output::{Output, complain, human_bytes};
+use crate::report::Refusal;
+use mesh::{ParallelLayout, Schedule};
 use serde::Serialize;
 use std::fmt;
-use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 use train::config::TrainConfig;
 use train::resume::{Level, Resumed};
@@ -16,9 +17,10 @@ use train::run::{Event, Step};
 /// Turns events into lines.
 pub(super) struct Progress<'a> {
     output: &'a Output,
-    train_iters: u64,
-    layout: ParallelLayout,
+    config: &'a TrainConfig,
     log_interval: u64,
+    /// Whether a first step that is not the saved run's ends this one.
+    strict: bool,
     /// The run and the step that state is taken from.
     loaded_from: (String, u64),
     state: Mutex<State>,
@@ -32,6 +34,14 @@ struct State {
     changes: Vec<String>,
     /// Waits for the first step after a resume; why it may differ.
     resumed: Option<Vec<String>>,
+}
+
+/// A line with its schema, for `--json`.
+#[derive(Serialize)]
+struct Document {
+    schema: &'static str,
+    #[serde(flatten)]
+    line: Line,
 }
 
 /// One line of output.
@@ -101,29 +111,24 @@ impl<'a> Progress<'a> {
     /// If `metrics.jsonl` cannot be read or opened.
     pub(super) fn new(
         args: &TrainArgs,
-        config: &TrainConfig,
+        config: &'a TrainConfig,
         start: &Start,
         changes: Vec<String>,
         output: &'a Output,
     ) -> anyhow::Result<Self> {
-        let local = |location: &str| match location.split_once("://") {
-            Some(("file", path)) => Some(PathBuf::from(path)),
-            Some(_) => None,
-            None => Some(PathBuf::from(location)),
-        };
         let checkpoint = start.checkpoint.as_ref();
         let loaded_from = checkpoint.map(|checkpoint| (checkpoint.store().to_string(), checkpoint.step()));
-        let own = args.logging.log_dir.clone().or(args.checkpoint.save.as_deref().and_then(local));
+        let own = args.logging.log_dir.clone().or(args.checkpoint.save.as_deref().and_then(local_folder));
         let mut earlier = Vec::new();
-        let loaded_folder = loaded_from.as_ref().and_then(|(run, _)| local(run));
+        let loaded_folder = loaded_from.as_ref().and_then(|(run, _)| local_folder(run));
         for folder in own.iter().chain(&loaded_folder) {
             earlier.extend(metrics::read(folder)?);
         }
         Ok(Progress {
             output,
-            train_iters: config.train_iters,
-            layout: *config.parallel.layout(),
+            config,
             log_interval: args.logging.log_interval.unwrap_or(1).max(1),
+            strict: args.checkpoint.strict == Some(true),
             loaded_from: loaded_from.unwrap_or_default(),
             state: Mutex::new(State {
                 metrics: own.as_deref().map(MetricsFile::append_to).transpose()?,
@@ -134,56 +139,78 @@ impl<'a> Progress<'a> {
         })
     }
 
-    /// Prints a line. A stdout that cannot be written does not end a run.
-    pub(super) fn line(&self, line: &Line) {
-        if let Err(error) = self.output.result(line) {
-            self.output.note(format!("stdout cannot be written: {error}"));
+    /// Prints a line: on stderr what must not be missed, whatever is wanted on stdout. A stdout that cannot be written does
+    /// not end a run.
+    pub(super) fn line(&self, line: Line) {
+        let is_loud = line.is_loud();
+        if is_loud {
+            complain(&line);
+        }
+        if is_loud && !self.output.is_json() {
+            return;
+        }
+        if let Err(error) = self.output.result(&Document { schema: "remesh.train/1", line }) {
+            complain(format!("stdout cannot be written: {error}"));
         }
     }
 
     /// Tells of one event.
-    pub(super) fn observe(&self, event: &Event) {
+    ///
+    /// # Errors
+    /// With `--strict`, a first step that should be the saved run's and is not.
+    pub(super) fn observe(&self, event: &Event) -> Result<(), Refusal> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         match event {
             Event::Resumed(resumed) => {
                 state.resumed = Some(not_expected(resumed, &state.changes));
-                self.line(&Line::Resumed(Box::new(self.resumed(resumed))));
+                self.line(Line::Resumed(Box::new(self.resumed(resumed))));
+                resumed.notes.iter().for_each(complain);
+                if let Some(note) = ended_schedule(self.config, resumed) {
+                    complain(note);
+                }
             }
-            Event::Step(step) => self.step(step, &mut state),
+            Event::Step(step) => self.step(step, &mut state)?,
             Event::SamplesDropped { epoch, samples } => {
-                self.line(&Line::SamplesDropped { epoch: *epoch, samples: *samples });
+                self.line(Line::SamplesDropped { epoch: *epoch, samples: *samples });
             }
-            Event::Saved { iteration, report } => self.line(&Line::Saved {
+            Event::Saved { iteration, report } => self.line(Line::Saved {
                 step: *iteration,
                 folder: report.folder.clone(),
                 bytes: report.file_bytes,
             }),
-            Event::SaveFailed { iteration, error } => self.line(&Line::SaveFailed {
+            Event::SaveFailed { iteration, error } => self.line(Line::SaveFailed {
                 step: *iteration,
                 code: error.code().to_owned(),
                 message: error.to_string(),
                 help: error.help(),
             }),
-            Event::Stopping { iteration } => self.line(&Line::Stopping { step: *iteration }),
+            Event::Stopping { iteration } => self.line(Line::Stopping { step: *iteration }),
         }
+        Ok(())
     }
 
-    fn step(&self, step: &Step, state: &mut State) {
+    fn step(&self, step: &Step, state: &mut State) -> Result<(), Refusal> {
         let metrics = Metrics::from(step);
+        let l3 = state.resumed.take().map(|not_expected| l3(&metrics, &state.earlier, not_expected));
+        if let Some(l3) = l3.as_ref().filter(|l3| self.strict && l3.has_failed()) {
+            // The step leaves no line, so that the next attempt is compared with the saved run's, too.
+            let help = "leave out --strict to train on; `remesh verify` checks the checkpoint's files";
+            return Err(Refusal { exit: 1, ..Refusal::usage("RM3111", l3.to_string(), help) });
+        }
         let written = state.metrics.as_mut().map_or(Ok(()), |file| file.append(&metrics));
         if let Err(error) = written {
-            self.output.note(format!("no more metrics are written: {error:#}"));
+            complain(format!("no more metrics are written: {error:#}"));
             state.metrics = None;
         }
-        let (applied, train_iters) = (step.outcome.applied, self.train_iters);
-        let l3 = state.resumed.take().map(|not_expected| l3(&metrics, &state.earlier, not_expected));
+        let (applied, train_iters) = (step.outcome.applied, self.config.train_iters);
         let is_due = step.iteration.is_multiple_of(self.log_interval) || step.iteration == train_iters;
         if is_due || l3.is_some() || !applied {
-            self.line(&Line::Step(StepLine { metrics, train_iters, applied }));
+            self.line(Line::Step(StepLine { metrics, train_iters, applied }));
         }
         if let Some(l3) = l3 {
-            self.line(&Line::L3(l3));
+            self.line(Line::L3(l3));
         }
+        Ok(())
     }
 
     fn resumed(&self, resumed: &Resumed) -> ResumedLine {
@@ -192,7 +219,7 @@ impl<'a> Progress<'a> {
             from: self.loaded_from.0.clone(),
             from_step: self.loaded_from.1,
             saved_layout: resumed.saved_layout,
-            layout: self.layout,
+            layout: *self.config.parallel.layout(),
             tensors: resumed.num_tensors,
             bytes: resumed.bytes_read,
             seconds: resumed.seconds,
@@ -201,6 +228,24 @@ impl<'a> Progress<'a> {
             partial: resumed.partial.clone(),
         }
     }
+}
+
+/// What is to be said where the learning rate of every step that is left is the schedule's lowest.
+fn ended_schedule(config: &TrainConfig, resumed: &Resumed) -> Option<String> {
+    let (schedule, global_batch_size) = (&config.schedule, config.parallel.global_batch_size());
+    let (done, left) = (resumed.scheduler_samples, config.train_iters.saturating_sub(resumed.iteration));
+    let lr = Schedule::new(schedule.clone(), global_batch_size)
+        .expect("it was checked when it was resolved")
+        .lr(done);
+    let has_ended = done >= schedule.lr_decay && lr == schedule.min_lr && lr < schedule.max_lr;
+    (left > 0 && has_ended).then(|| {
+        format!(
+            "the learning rate stays {lr} in all {left} steps that are left: the checkpoint's schedule comes down in {} steps; \
+             --lr-decay-iters {} spreads it over the whole run",
+            schedule.lr_decay / global_batch_size,
+            config.train_iters
+        )
+    })
 }
 
 /// Why the next step may not be the saved run's.
@@ -232,6 +277,30 @@ impl From<&Metrics> for Numbers {
 impl Numbers {
     fn bits(&self) -> [Option<u64>; 3] {
         [self.loss, self.grad_norm, Some(self.lr)].map(|number| number.map(f64::to_bits))
+    }
+}
+
+impl Line {
+    /// Whether it must not be missed.
+    fn is_loud(&self) -> bool {
+        match self {
+            Line::SaveFailed { .. } => true,
+            Line::L3(l3) => l3.has_failed(),
+            _ => false,
+        }
+    }
+}
+
+impl L3 {
+    /// Whether the step should be the earlier one and is not.
+    fn has_failed(&self) -> bool {
+        self.not_expected.is_empty() && self.identical == Some(false)
+    }
+}
+
+impl fmt::Display for Document {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.line.fmt(f)
     }
 }
 
@@ -269,12 +338,8 @@ impl fmt::Display for ResumedLine {
         }
         write!(f, ", {tensors} tensors, {} in {seconds:.2} s, ", human_bytes(self.bytes))?;
         match self.level {
-            Some(level) => write!(f, "verified {level:?}")?,
-            None => f.write_str("verified what was loaded")?,
-        }
-        match self.notes.is_empty() {
-            true => Ok(()),
-            false => write!(f, " ({})", self.notes.join("; ")),
+            Some(level) => write!(f, "verified {level:?}"),
+            None => f.write_str("verified what was loaded"),
         }
     }
 }

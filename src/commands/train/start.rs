@@ -1,8 +1,8 @@
 //! Where a run goes on from, and whether it may save where it wants to.
 
 use crate::args::CheckpointArgs;
-use crate::location::Location;
-use crate::output::Output;
+use crate::location::{Location, is_same_place};
+use crate::output::complain;
 use ckpt::{Checkpoint, DestinationError, LocationError, OpenError, Store};
 
 /// Where a run starts.
@@ -20,17 +20,18 @@ pub(super) struct Start {
 ///
 /// # Errors
 /// A checkpoint that was asked for and is not there or not whole; a store that cannot be read.
-pub(super) fn find(args: &CheckpointArgs, below: Option<u64>, output: &Output) -> anyhow::Result<Start> {
-    let load = args.load.as_deref().filter(|load| *load != "auto" && Some(*load) != args.save.as_deref());
-    let is_in_save = load.is_none();
+pub(super) fn find(args: &CheckpointArgs, below: Option<u64>) -> anyhow::Result<Start> {
+    let is_save = |place: &str| args.save.as_deref().is_some_and(|save| is_same_place(place, save));
+    let load = args.load.as_deref().filter(|load| *load != "auto" && !is_save(load));
     let location = match load {
         Some(load) => load.parse::<Location>().unwrap_or_else(|never| match never {}),
         None => Location { run: args.save.clone().unwrap_or_default(), step: None },
     };
     let step = args.ckpt_step.or(location.step);
-    let must_exist = !is_in_save || step.is_some() || args.exit_on_missing_checkpoint == Some(true);
+    let must_exist = load.is_some() || step.is_some() || args.exit_on_missing_checkpoint == Some(true);
+    let is_in_save = is_save(&location.run);
     let start = |checkpoint| Start { checkpoint, is_latest: step.is_none(), is_in_save };
-    if is_in_save && args.save.is_none() {
+    if load.is_none() && args.save.is_none() {
         return match must_exist {
             true => {
                 Err(OpenError::NoCheckpoint { root: "--save, which is not set".into(), passed_over: vec![] }
@@ -47,7 +48,10 @@ pub(super) fn find(args: &CheckpointArgs, below: Option<u64>, output: &Output) -
         return Ok(start(Some(store.checkpoint(step)?)));
     }
     let latest = store.latest(below)?;
-    latest.passed_over.iter().for_each(|passed| output.note(passed));
+    // Where there must be one and is none, the error says what was passed over.
+    if latest.checkpoint.is_some() || !must_exist {
+        latest.passed_over.iter().for_each(complain);
+    }
     match must_exist {
         true => Ok(start(Some(latest.require(&store)?))),
         false => Ok(start(latest.checkpoint)),
@@ -57,18 +61,16 @@ pub(super) fn find(args: &CheckpointArgs, below: Option<u64>, output: &Output) -
 /// The store of `--save`, made if it is not there.
 ///
 /// # Errors
-/// If it holds whole checkpoints newer than `iteration`, apart from those known as `damaged`, and `--overwrite` does not set
-/// them aside.
+/// If it holds whole checkpoints newer than `iteration`, apart from those known as `damaged`, and `--overwrite` does not say
+/// that they are to be set aside.
 pub(super) fn destination(
     save: &str,
     iteration: u64,
     damaged: &[u64],
-    args: &CheckpointArgs,
-    run: &str,
+    overwrite: bool,
 ) -> anyhow::Result<Store> {
     let store = Store::create(save)?;
-    if args.overwrite == Some(true) {
-        store.set_aside(iteration, run)?;
+    if overwrite {
         return Ok(store);
     }
     let mut newer = store.whole_steps_after(iteration)?;
