@@ -35,7 +35,7 @@ impl Fingerprint {
     ) -> Fingerprint {
         let element_bytes = dtype.size_bytes();
         assert_eq!(bytes.len() as u64, region.numel() * element_bytes as u64, "`{key}`: bytes of {region}");
-        let k = fmix(fnv1a(key.as_str()));
+        let k = fmix(fnv1a(key.as_str().as_bytes()));
         // A 16-byte element counts as two of 8.
         let (width, per_element) = if element_bytes == 16 { (8, 2) } else { (element_bytes, 1) };
         let mut sum = Fingerprint::default();
@@ -89,9 +89,11 @@ fn fmix(z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-fn fnv1a(text: &str) -> u64 {
-    text.bytes()
-        .fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01B3))
+/// FNV-1a, 64 bits.
+pub fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes
+        .iter()
+        .fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01B3))
 }
 
 impl Add for Fingerprint {
@@ -172,7 +174,7 @@ mod tests {
         let norm = whole("decoder.final_layernorm.weight", DType::Bf16, &[2], &halves);
         assert_eq!(norm, "7907fe9646de846cd4c2748d98f38413");
         assert_eq!(whole("w", DType::F32, &[0, 4], &[]), "0".repeat(32));
-        assert_eq!(fnv1a("a"), 0xAF63_DC4C_8601_EC8C);
+        assert_eq!(fnv1a(b"a"), 0xAF63_DC4C_8601_EC8C);
     }
 
     #[test]

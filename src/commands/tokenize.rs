@@ -46,7 +46,7 @@ struct Tokenized {
 impl Tokenizer {
     /// Bytes, and 256 for the end of a document.
     pub(crate) fn byte() -> Self {
-        let hash = format!("{:016x}", train::rng::fnv1a(b"byte 257 256"));
+        let hash = format!("{:016x}", ckpt::fnv1a(b"byte 257 256"));
         Tokenizer { kind: "byte".into(), vocab_size: 257, eod: 256, hash }
     }
 

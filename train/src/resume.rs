@@ -4,12 +4,12 @@
 use crate::comm::CommError;
 use crate::config::TrainConfig;
 use crate::data::Sampler;
-use crate::rng::{InvalidStream, StreamName, fnv1a};
+use crate::rng::{InvalidStream, StreamName};
 use crate::state::{RunState, Streams};
 use crate::step::Trainer;
 use ckpt::{
     BadGlob, Commit, Counters, Fingerprint, LoadPlanError, Mismatch, OwnShard, StateSource, StoredTensor,
-    Strictness, own_shards, plan_load,
+    Strictness, fnv1a, own_shards, plan_load,
 };
 use mesh::{
     DType, GroupKind, ParallelLayout, ProcessGroups, Region, ReplicaId, Shape, ShardedTensor, StateKind,

@@ -5,7 +5,7 @@
 //! borders u64, then each sequence's length i32, its byte offset i64, and the index of each document's first sequence i64
 //! (one more than there are documents).
 
-use crate::rng::fnv1a;
+use ckpt::fnv1a;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::FileExt;
