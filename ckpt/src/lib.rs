@@ -29,8 +29,8 @@ pub use catalog::{Catalog, CatalogFault, StoredChunk, StoredObject, StoredTensor
 pub use encode::{CHUNK_BYTES_MAX, ChunkChecksums, Codec, FRAME_BYTES, Frame, crc64};
 pub use fingerprint::{Fingerprint, NotAFingerprint, fnv1a};
 pub use manifest::{
-    COMMIT_NAME, Commit, CommitFault, Counters, FORMAT, FileEntry, Header, Random, TableFault, VERSION,
-    Writer, parse_commit, read_tables,
+    COMMIT_NAME, Commit, CommitFault, Counters, FORMAT, FileEntry, Header, Random, TableFault, TableFile,
+    TablesError, VERSION, Writer, parse_commit, read_tables,
 };
 pub use open::{Checkpoint, Latest, OpenError, PassedOver, WrongFile};
 pub use plan::{

@@ -8,5 +8,5 @@ pub use commit::{
     COMMIT_NAME, Commit, CommitFault, Counters, FORMAT, FileEntry, Header, Random, VERSION, Writer,
     parse_commit,
 };
-pub use tables::{TableFault, read_tables};
+pub use tables::{TableFault, TableFile, TablesError, read_tables};
 pub(crate) use tables::{encode_chunks, encode_tensors};

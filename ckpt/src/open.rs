@@ -1,13 +1,13 @@
 //! Finding and opening checkpoints: what steps there are, which is the latest, and whether one is whole.
 
-use crate::catalog::{Catalog, StoredObject};
+use crate::catalog::{Catalog, CatalogFault, StoredObject};
 use crate::encode::crc64;
 use crate::fingerprint::Fingerprint;
 use crate::manifest::{
-    COMMIT_NAME, Commit, CommitFault, FileEntry, TableFault, VERSION, parse_commit, read_tables,
+    COMMIT_NAME, Commit, CommitFault, FileEntry, TableFault, TableFile, TablesError, VERSION, parse_commit,
+    read_tables,
 };
 use crate::store::{Store, StoreError};
-use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -43,6 +43,8 @@ pub enum OpenError {
     Checksum { object: String, expected: u64, found: u64 },
     #[error("`{object}` cannot be read as a table")]
     Table { object: String, source: TableFault },
+    #[error("step {step}: its tables contradict each other or its files")]
+    Catalog { step: u64, source: CatalogFault },
     #[error("step {step}: its tensors have the fingerprint {found} together, its commit says {expected}")]
     Fingerprint { step: u64, expected: Fingerprint, found: Fingerprint },
     #[error("`{object}` is a symbolic link; files of a checkpoint must lie in its folder")]
@@ -95,6 +97,7 @@ impl OpenError {
             | OpenError::Iteration { .. }
             | OpenError::Checksum { .. }
             | OpenError::Table { .. }
+            | OpenError::Catalog { .. }
             | OpenError::Fingerprint { .. } => true,
             OpenError::Store(error) => error.is_not_found(),
         }
@@ -110,6 +113,7 @@ impl OpenError {
             | OpenError::Iteration { .. }
             | OpenError::Checksum { .. }
             | OpenError::Table { .. }
+            | OpenError::Catalog { .. }
             | OpenError::Fingerprint { .. } => "RM4021",
             OpenError::Linked { .. } => "RM4023",
             OpenError::Store(error) => error.code(),
@@ -310,26 +314,23 @@ impl Checkpoint {
         let commit = read_commit(store, step)?;
         check_files(store, step, &commit.files)?;
         let folder = folder_of(step);
-        let object = |file: &FileEntry| store.full_name(&format!("{folder}/{}", file.path));
-        let read = |file: &FileEntry| -> Result<Bytes, OpenError> {
-            let bytes = store.get(&format!("{folder}/{}", file.path))?;
+        let read = |file: &FileEntry| -> Result<TableFile, OpenError> {
+            let path = format!("{folder}/{}", file.path);
+            let (bytes, name) = (store.get(&path)?, store.full_name(&path));
             let (expected, found) = (file.crc64, crc64(&bytes));
             if found != expected {
-                return Err(OpenError::Checksum { object: object(file), expected, found });
+                return Err(OpenError::Checksum { object: name, expected, found });
             }
-            Ok(bytes)
+            Ok(TableFile { name, bytes })
         };
-        let tensors: Vec<&FileEntry> = commit.tensor_tables().collect();
-        let [tensor_table] = tensors.as_slice() else {
-            let source = TableFault::NumTensorTables { found: tensors.len() };
-            return Err(OpenError::Table { object: store.full_name(&folder), source });
-        };
-        let tensors = read(tensor_table)?;
+        let tensors = read(commit.tensor_table())?;
         let chunks = commit.chunk_tables().map(read).collect::<Result<Vec<_>, _>>()?;
         let objects =
             commit.packs().map(|file| StoredObject { path: file.path.clone(), bytes: file.bytes }).collect();
-        let catalog = read_tables(tensors, chunks, objects)
-            .map_err(|source| OpenError::Table { object: object(tensor_table), source })?;
+        let catalog = read_tables(tensors, chunks, objects).map_err(|error| match error {
+            TablesError::Table { table, source } => OpenError::Table { object: table, source },
+            TablesError::Catalog { source } => OpenError::Catalog { step, source },
+        })?;
         let (expected, found) = (commit.fingerprint, catalog.fingerprint());
         if found != expected {
             return Err(OpenError::Fingerprint { step, expected, found });

@@ -140,6 +140,8 @@ pub enum CommitFault {
     Path { path: String },
     #[error("it lists the file `{path}` twice")]
     TwiceListed { path: String },
+    #[error("it lists {found} tables of tensors, not one")]
+    NumTensorTables { found: usize },
 }
 
 /// The first fields, which say whether the others can be understood.
@@ -185,7 +187,10 @@ pub fn parse_commit(text: &[u8]) -> Result<Commit, CommitFault> {
             return Err(CommitFault::TwiceListed { path: file.path.clone() });
         }
     }
-    Ok(commit)
+    match commit.tensor_tables().count() {
+        1 => Ok(commit),
+        found => Err(CommitFault::NumTensorTables { found }),
+    }
 }
 
 /// `tensors-….arrow`, `chunks-….arrow` or `data/….pack`: nothing that could lie outside the folder.
@@ -201,9 +206,13 @@ fn is_own_path(path: &str) -> bool {
 }
 
 impl Commit {
-    /// The tensor table's entry in `files`.
-    pub(crate) fn tensor_tables(&self) -> impl Iterator<Item = &FileEntry> {
+    fn tensor_tables(&self) -> impl Iterator<Item = &FileEntry> {
         self.files.iter().filter(|file| file.path.starts_with("tensors-"))
+    }
+
+    /// The tensor table's entry in `files`.
+    pub(crate) fn tensor_table(&self) -> &FileEntry {
+        self.tensor_tables().next().expect("a commit that was read lists one table of tensors")
     }
 
     /// The chunk tables' entries in `files`, in reading order.
@@ -227,8 +236,8 @@ mod hex64 {
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
         let text = String::deserialize(deserializer)?;
-        let digits = text.len() == 16 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
+        let digits = text.len() == 16 && text.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
         let value = u64::from_str_radix(&text, 16).ok().filter(|_| digits);
-        value.ok_or_else(|| D::Error::custom(format!("`{text}` is not 16 hexadecimal digits")))
+        value.ok_or_else(|| D::Error::custom(format!("`{text}` is not 16 lower-case hexadecimal digits")))
     }
 }

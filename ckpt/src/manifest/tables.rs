@@ -23,7 +23,26 @@ use mesh::{DType, Placement, Region, Shape, StateKind, TensorKey};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Why tables cannot be read.
+/// A table's file.
+#[derive(Clone, Debug)]
+pub struct TableFile {
+    /// What it is called in messages.
+    pub name: String,
+    /// All of it.
+    pub bytes: Bytes,
+}
+
+/// Why tables are no catalog.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum TablesError {
+    #[error("`{table}` cannot be read as a table")]
+    Table { table: String, source: TableFault },
+    #[error("the tables contradict each other or the files")]
+    Catalog { source: CatalogFault },
+}
+
+/// Why one table cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TableFault {
@@ -33,12 +52,9 @@ pub enum TableFault {
     Malformed { why: &'static str },
     #[error("its columns are not those of this table")]
     Columns,
+    /// Rows count from 0, over all batches of the table.
     #[error("row {row}: {what}")]
     Row { row: usize, what: String },
-    #[error("it lists {found} tables of tensors, not one")]
-    NumTensorTables { found: usize },
-    #[error("its tables contradict each other or its files")]
-    Catalog { source: CatalogFault },
 }
 
 impl From<ArrowError> for TableFault {
@@ -193,28 +209,38 @@ fn encode(schema: Schema, columns: Vec<ArrayRef>) -> Vec<u8> {
 /// # Errors
 /// Anything that is not as the format says. Sizes and counts in the tables are checked before they are used.
 pub fn read_tables(
-    tensors: Bytes,
-    chunks: impl IntoIterator<Item = Bytes>,
+    tensors: TableFile,
+    chunks: impl IntoIterator<Item = TableFile>,
     objects: Vec<StoredObject>,
-) -> Result<Catalog, TableFault> {
+) -> Result<Catalog, TablesError> {
     let mut stored = Vec::new();
-    for batch in decode(tensors, &tensors_schema())? {
-        for row in 0..batch.num_rows() {
-            let tensor = read_tensor(&batch, row, stored.len());
-            stored.push(tensor.map_err(|what| TableFault::Row { row, what })?);
-        }
-    }
+    read_rows(tensors, &tensors_schema(), |batch, row| {
+        stored.push(read_tensor(batch, row, stored.len())?);
+        Ok(())
+    })?;
     let index: HashMap<&str, usize> =
         objects.iter().enumerate().map(|(at, object)| (object.path.as_str(), at)).collect();
     for table in chunks {
-        for batch in decode(table, &chunks_schema())? {
-            for row in 0..batch.num_rows() {
-                let read = read_chunk(&batch, row, &mut stored, &index);
-                read.map_err(|what| TableFault::Row { row, what })?;
-            }
-        }
+        read_rows(table, &chunks_schema(), |batch, row| read_chunk(batch, row, &mut stored, &index))?;
     }
-    Catalog::new(stored, objects).map_err(|source| TableFault::Catalog { source })
+    Catalog::new(stored, objects).map_err(|source| TablesError::Catalog { source })
+}
+
+/// Hands every row to `read`: its batch, and its number there.
+fn read_rows(
+    table: TableFile,
+    columns: &Schema,
+    mut read: impl FnMut(&RecordBatch, usize) -> Result<(), String>,
+) -> Result<(), TablesError> {
+    let fault = |source| TablesError::Table { table: table.name.clone(), source };
+    let mut rows_before = 0;
+    for batch in decode(table.bytes, columns).map_err(fault)? {
+        for row in 0..batch.num_rows() {
+            read(&batch, row).map_err(|what| fault(TableFault::Row { row: rows_before + row, what }))?;
+        }
+        rows_before += batch.num_rows();
+    }
+    Ok(())
 }
 
 fn read_tensor(batch: &RecordBatch, row: usize, number: usize) -> Result<StoredTensor, String> {

@@ -138,6 +138,26 @@ fn the_newest_whole_step_is_taken() {
         let name = run.file(".pack").file_name().unwrap().to_str().unwrap().to_owned();
         run.edit_commit(|text| sealed(&text.replacen(&name, "../x.pack", 1)));
     });
+    assert_passed_over("two tables of tensors", "lists 2 tables of tensors, not one", |run| {
+        run.edit_commit(|text| sealed(&text.replacen("chunks-", "tensors-2-", 1)));
+    });
+    assert_passed_over(
+        "a table in the place of another",
+        "chunks-0.arrow` cannot be read as a table",
+        |run| {
+            let table = run.file("tensors-");
+            let bytes = fs::read(&table).unwrap();
+            fs::write(run.newest().join("chunks-0.arrow"), &bytes).unwrap();
+            let files = format!(
+                "{{\"path\": \"chunks-0.arrow\", \"bytes\": {}, \"crc64\": \"{:016x}\"}}",
+                bytes.len(),
+                crc64(&bytes)
+            );
+            run.edit_commit(|text| {
+                sealed(&text.replacen("\"files\": [", &format!("\"files\": [{files},"), 1))
+            });
+        },
+    );
 }
 
 /// What may be whole, and this program cannot tell, stops everything that looks for a step or would replace it.

@@ -2,8 +2,12 @@
 
 use crate::support::*;
 use arrow_ipc::reader::FileReader;
+use arrow_ipc::writer::FileWriter;
 use bytes::Bytes;
-use ckpt::{COMMIT_NAME, Catalog, Store, StoredObject, TableFault, crc64, parse_commit, read_tables};
+use ckpt::{
+    COMMIT_NAME, Catalog, Store, StoredObject, TableFault, TableFile, TablesError, crc64, parse_commit,
+    read_tables,
+};
 use expect_test::expect;
 use mesh::{DType, DimPlacement, GroupKind, Placement, Shape, StateKind, StateTable};
 use std::collections::BTreeMap;
@@ -185,8 +189,44 @@ fn chunks_are_aligned_and_small_tensors_share_pages() {
     assert_eq!(offsets, [0, mib, mib + 128, mib + 4096]);
 }
 
-fn read(tensors: &[u8], chunks: &[u8], objects: &[StoredObject]) -> Result<Catalog, TableFault> {
-    read_tables(Bytes::copy_from_slice(tensors), [Bytes::copy_from_slice(chunks)], objects.to_vec())
+fn read(tensors: &[u8], chunks: &[u8], objects: &[StoredObject]) -> Result<Catalog, TablesError> {
+    let table = |name: &str, bytes| TableFile { name: name.to_owned(), bytes: Bytes::copy_from_slice(bytes) };
+    read_tables(table("tensors", tensors), [table("chunks", chunks)], objects.to_vec())
+}
+
+/// The table and the row are named, whichever batch the row is in.
+#[test]
+fn a_wrong_row_is_named() {
+    let (files, attempt) = saved(&model(), Degrees { dp: 2, ..ONE });
+    let [tensors, chunks] =
+        ["tensors", "chunks"].map(|name| files[&format!("{name}-{attempt}.arrow")].clone());
+    let one_row_a_batch = |table: &[u8]| {
+        let batch = FileReader::try_new(std::io::Cursor::new(table), None).unwrap().next().unwrap().unwrap();
+        let mut writer = FileWriter::try_new(Vec::new(), &batch.schema()).unwrap();
+        for row in 0..batch.num_rows() {
+            writer.write(&batch.slice(row, 1)).unwrap();
+        }
+        writer.into_inner().unwrap()
+    };
+    let (tensors, chunks) = (one_row_a_batch(&tensors), one_row_a_batch(&chunks));
+    let object = |number| {
+        let path = format!("data/{attempt}-{number}-0.pack");
+        StoredObject { bytes: files[&path].len() as u64, path }
+    };
+    let catalog = read(&tensors, &chunks, &[object(0), object(1)]).unwrap();
+    let of_chunks: Vec<usize> =
+        catalog.tensors().iter().flat_map(|tensor| &tensor.chunks).map(|chunk| chunk.object).collect();
+    // Without the pack that the first row is not in.
+    let (there, missing) = (object(of_chunks[0]), object(1 - of_chunks[0]));
+    let expected = of_chunks.iter().position(|object| *object != of_chunks[0]).unwrap();
+    let error = read(&tensors, &chunks, &[there]).unwrap_err();
+    let TablesError::Table { table, source: TableFault::Row { row, what } } = error else {
+        panic!("{error}")
+    };
+    assert_eq!((table.as_str(), row), ("chunks", expected));
+    assert_eq!(what, format!("the checkpoint has no file `{}`", missing.path));
+    let error = read(&tensors, &tensors, &[object(0)]).unwrap_err();
+    assert!(matches!(&error, TablesError::Table { table, source: TableFault::Columns } if table == "chunks"));
 }
 
 /// Every byte of both tables set to several values, and every length: an error or the same claims, never a panic, and
@@ -247,6 +287,9 @@ fn commits_that_somebody_made_up_are_refused() {
     };
     assert!(resealed("\"remesh\"", "\"other\"").is_err());
     assert!(resealed("\"world_size\": 1", "\"world_size\": 0").is_err());
+    let pack = parse_commit(text).unwrap().files.last().unwrap().crc64;
+    let digits = format!("{pack:016x}");
+    assert!(digits.to_uppercase() != digits && resealed(&digits, &digits.to_uppercase()).is_err());
     assert!(resealed("\"pid\"", "\"iteration\": 1, \"pid\"").is_ok(), "a field of another object");
     assert!(resealed("\"created\"", "\"iteration\": 1, \"created\"").is_err(), "twice in one object");
 }
