@@ -47,6 +47,8 @@ pub struct Store {
 pub enum LocationError {
     #[error("there is no folder `{}`", .path.display())]
     NoFolder { path: PathBuf },
+    #[error("a file lies where the folder `{}`, or one above it, should be", .path.display())]
+    NotAFolder { path: PathBuf },
     #[error("the folder `{}` cannot be used", .path.display())]
     Folder { path: PathBuf, source: io::Error },
     #[error("`{location}`: no store is called `{scheme}`")]
@@ -54,10 +56,19 @@ pub enum LocationError {
 }
 
 impl LocationError {
+    fn of_io(path: PathBuf, source: io::Error) -> LocationError {
+        match source.kind() {
+            io::ErrorKind::NotFound => LocationError::NoFolder { path },
+            io::ErrorKind::NotADirectory | io::ErrorKind::AlreadyExists => LocationError::NotAFolder { path },
+            _ => LocationError::Folder { path, source },
+        }
+    }
+
     /// The error's number.
     pub fn code(&self) -> &'static str {
         match self {
             LocationError::NoFolder { .. } => "RM4012",
+            LocationError::NotAFolder { .. } => "RM1006",
             LocationError::Folder { source, .. } => Class::of_io(source.kind()).code(),
             LocationError::Scheme { .. } => "RM1002",
         }
@@ -67,6 +78,7 @@ impl LocationError {
     pub fn help(&self) -> String {
         match self {
             LocationError::NoFolder { .. } => "check the path for a typing error".to_owned(),
+            LocationError::NotAFolder { .. } => "give the folder that holds a run's steps".to_owned(),
             LocationError::Folder { source, .. } => Class::of_io(source.kind()).help().to_owned(),
             LocationError::Scheme { .. } => "give a folder, `file://…` or `memory://`".to_owned(),
         }
@@ -75,7 +87,7 @@ impl LocationError {
     /// The process's exit code.
     pub fn exit_code(&self) -> u8 {
         match self {
-            LocationError::NoFolder { .. } => 3,
+            LocationError::NoFolder { .. } | LocationError::NotAFolder { .. } => 3,
             LocationError::Folder { source, .. } => Class::of_io(source.kind()).exit_code(),
             LocationError::Scheme { .. } => 2,
         }
@@ -233,7 +245,7 @@ impl Store {
         };
         let path = std::path::absolute(path)
             .map_err(|source| LocationError::Folder { path: PathBuf::from(path), source })?;
-        make_folder(&path).map_err(|source| LocationError::Folder { path: path.clone(), source })?;
+        make_folder(&path).map_err(|source| LocationError::of_io(path.clone(), source))?;
         Store::open_folder(path)
     }
 
@@ -245,14 +257,8 @@ impl Store {
     fn open_folder(path: PathBuf) -> Result<Store, LocationError> {
         match std::fs::metadata(&path) {
             Ok(found) if found.is_dir() => {}
-            Ok(_) => {
-                let source = io::Error::from(io::ErrorKind::NotADirectory);
-                return Err(LocationError::Folder { path, source });
-            }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return Err(LocationError::NoFolder { path });
-            }
-            Err(source) => return Err(LocationError::Folder { path, source }),
+            Ok(_) => return Err(LocationError::NotAFolder { path }),
+            Err(source) => return Err(LocationError::of_io(path, source)),
         }
         let client = LocalFileSystem::new_with_prefix(&path)
             .map_err(|error| LocationError::Folder { path: path.clone(), source: io::Error::other(error) })?;

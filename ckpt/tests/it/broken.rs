@@ -253,6 +253,15 @@ fn what_cannot_be_found_is_told_apart() {
     let mistyped = Store::open(run.root.join("typo").to_str().unwrap()).unwrap_err();
     assert_eq!(mistyped.to_string(), format!("there is no folder `{root}/typo`"));
     assert_eq!(mistyped.exit_code(), 3);
+    let file = run.root.join("iter_0000010/checkpoint.json");
+    for path in [file.clone(), file.join("run")] {
+        let path = path.to_str().unwrap();
+        for error in [Store::open(path).unwrap_err(), Store::create(path).unwrap_err()] {
+            let expected = format!("a file lies where the folder `{path}`, or one above it, should be");
+            assert_eq!(error.to_string(), expected);
+            assert_eq!((error.code(), error.exit_code()), ("RM1006", 3));
+        }
+    }
     let empty = Store::create(run.root.join("empty").to_str().unwrap()).unwrap();
     let latest = empty.latest(None).unwrap();
     assert!(latest.checkpoint.is_none() && latest.passed_over.is_empty());
