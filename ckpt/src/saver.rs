@@ -238,7 +238,9 @@ impl Saver {
     /// Saves the state as one checkpoint: all ranks write what the plan gives them, then the first one commits. It is
     /// visible and durable when this returns; on an error nothing of it stays, and the previous one is intact.
     ///
-    /// Collective: every rank of the model calls it with its own snapshot, and all get the same answer.
+    /// Collective: every rank of the model calls it with its own snapshot, and all get the same answer. What each rank wrote
+    /// goes through the exchange to all of them, as JSON with the checksums of every frame: some 3 KiB for 16 MiB of
+    /// state, so that a state of 1 TiB takes about 200 MiB on every rank for that moment.
     ///
     /// # Errors
     /// See [`SaveError`].
@@ -384,7 +386,8 @@ fn catalog_of(
     let mut moments: Vec<Option<Moments>> =
         table.entries().iter().map(|entry| Moments::of(entry.dtype, &[])).collect();
     for (object, written) in chunks {
-        let Some(planned) = plan.chunks.get(written.chunk) else { continue };
+        let planned = plan.chunks.get(written.chunk);
+        let planned = planned.expect("a rank that agreed on the plan writes only chunks of it");
         let tensor = &mut tensors[planned.entry];
         tensor.fingerprint += written.fingerprint;
         if let (Some(sum), Some(part)) = (&mut moments[planned.entry], written.moments) {

@@ -204,7 +204,9 @@ impl Packs<'_> {
     }
 }
 
-/// Removes files of a save that failed. What cannot be removed is invisible and is swept later.
+/// Removes files of a save that failed. What cannot be removed stays, as does what a killed process wrote: no commit names
+/// it, so no reader sees it, and a later save of the step has other names. Nothing here removes it afterwards: its attempt
+/// may be that of another job which is still writing.
 pub(crate) fn remove_files(store: &Store, folder: &str, files: &[FileEntry]) {
     for file in files {
         if let Err(error) = store.delete(&format!("{folder}/{}", file.path)) {

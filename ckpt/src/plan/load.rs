@@ -140,7 +140,8 @@ impl LoadPlanError {
                 "`remesh inspect` shows the flags it was saved with; shapes and types must be those of the model".to_owned()
             }
             LoadPlanError::NothingMatches { .. } => {
-                "this is the checkpoint of another model, or its keys need a mapping: `remesh convert`".to_owned()
+                "this is the checkpoint of another model, or of one whose keys have other names; `remesh inspect` lists them"
+                    .to_owned()
             }
             LoadPlanError::NothingWanted => "name at least one tensor".to_owned(),
         }

@@ -119,6 +119,21 @@ fn a_rank_without_its_elements_is_named() {
     assert!(store.steps().unwrap().is_empty());
 }
 
+/// A fault of the program, never of its input: no checkpoint without that chunk, and no word of it.
+#[test]
+#[should_panic(expected = "a rank that agreed on the plan writes only chunks of it")]
+fn a_report_of_a_chunk_that_nobody_planned_is_never_dropped() {
+    let (table, store) = (table(), Store::open("memory://").unwrap());
+    let group_table = Arc::new(mesh::GroupTable::new("gpt", &layout(ONE)));
+    let groups = group_table.for_rank(group_table.ranks()[0]);
+    let memory = RankMemory::labelled(&table, &groups);
+    let exchange = |bytes: &[u8]| {
+        let text = String::from_utf8(bytes.to_vec())?;
+        Ok(vec![text.replacen("\"chunk\":1,", "\"chunk\":7,", 1).into_bytes()])
+    };
+    drop(save(&store, header(1, layout(ONE)), &table, &groups, Box::new(exchange), &memory));
+}
+
 #[test]
 fn ranks_that_differ_write_nothing() {
     let store = Store::open("memory://").unwrap();
