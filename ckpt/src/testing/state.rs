@@ -9,37 +9,45 @@ use crate::source::{LoadError, StateSource};
 use crate::store::Store;
 use mesh::{DType, GroupTable, ParallelLayout, ProcessGroups, Region, Shape, StateTable};
 use serde_json::json;
+use std::collections::VecDeque;
 use std::error::Error;
-use std::sync::{Arc, Barrier, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
 /// The ranks of one model, as threads that can tell each other something.
 pub struct Ranks {
     table: Arc<GroupTable>,
-    sent: Arc<Mutex<Vec<Vec<u8>>>>,
-    barrier: Arc<Barrier>,
+    inboxes: Arc<Inboxes>,
+}
+
+/// What ranks sent and others have not taken yet, by receiver and sender, both as positions among the ranks.
+struct Inboxes {
+    sent: Mutex<Vec<Vec<VecDeque<Vec<u8>>>>>,
+    arrived: Condvar,
 }
 
 impl Ranks {
     /// The ranks of `table`.
     pub fn new(table: GroupTable) -> Ranks {
         let num_ranks = table.ranks().len();
-        Ranks {
-            table: Arc::new(table),
-            sent: Arc::new(Mutex::new(vec![Vec::new(); num_ranks])),
-            barrier: Arc::new(Barrier::new(num_ranks)),
-        }
+        let sent = Mutex::new(vec![vec![VecDeque::new(); num_ranks]; num_ranks]);
+        Ranks { table: Arc::new(table), inboxes: Arc::new(Inboxes { sent, arrived: Condvar::new() }) }
     }
 
-    /// The exchange of the rank with this position among the model's ranks.
+    /// The exchange of the rank with this position among the model's ranks. Fails where another rank ended, or takes more
+    /// than a minute.
     pub fn exchange(&self, position: usize) -> Exchange {
-        let (sent, barrier) = (Arc::clone(&self.sent), Arc::clone(&self.barrier));
+        let inboxes = Arc::clone(&self.inboxes);
         Box::new(move |bytes| {
-            sent.lock().map_err(|_| "a rank panicked")?[position] = bytes.to_vec();
-            barrier.wait();
-            let all = sent.lock().map_err(|_| "a rank panicked")?.clone();
-            // Nobody may send again before all have read.
-            barrier.wait();
-            Ok(all)
+            let mut sent = inboxes.sent.lock().map_err(|_| "a rank panicked")?;
+            sent.iter_mut().for_each(|inbox| inbox[position].push_back(bytes.to_vec()));
+            inboxes.arrived.notify_all();
+            let waits =
+                |sent: &mut Vec<Vec<VecDeque<Vec<u8>>>>| sent[position].iter().any(VecDeque::is_empty);
+            let (mut sent, _) = (inboxes.arrived.wait_timeout_while(sent, Duration::from_mins(1), waits))
+                .map_err(|_| "a rank panicked")?;
+            let all = sent[position].iter_mut().map(VecDeque::pop_front).collect::<Option<Vec<_>>>();
+            all.ok_or_else(|| "a rank did not send anything for a minute".into())
         })
     }
 

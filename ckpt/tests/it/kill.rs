@@ -3,7 +3,7 @@
 use crate::support::*;
 use ckpt::Store;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const ROOT: &str = "CKPT_TEST_ROOT";
 
@@ -32,7 +32,13 @@ fn a_kill_leaves_the_step_before() {
             .stdout(Stdio::null())
             .spawn()
             .unwrap();
+        let start = Instant::now();
         while store.latest(None).unwrap().checkpoint.is_none_or(|latest| latest.step() <= newest) {
+            // A save takes milliseconds; a minute is for a machine that does much else.
+            if start.elapsed() > Duration::from_mins(1) || child.try_wait().unwrap().is_some() {
+                child.kill().unwrap();
+                panic!("no step after {newest}: {}", child.wait().unwrap());
+            }
             std::thread::sleep(Duration::from_millis(1));
         }
         std::thread::sleep(Duration::from_micros(500 * round));
