@@ -228,7 +228,7 @@ pub(crate) fn report(error: &anyhow::Error, as_json: bool) -> ExitCode {
 /// What clap says of the arguments: help and version on stdout, and a wrong flag on stderr with exit code 2.
 pub(crate) fn usage(error: &clap::Error) -> ExitCode {
     // The arguments could not be parsed, so whether JSON is wanted has to be seen in them.
-    let as_json = std::env::args().any(|arg| arg == "--json");
+    let as_json = std::env::args_os().any(|arg| arg == "--json");
     if error.use_stderr() && as_json {
         let text = error.to_string();
         let message = text.lines().next().unwrap_or_default().trim_start_matches("error: ");

@@ -106,9 +106,21 @@ pub(crate) fn run(args: &TokenizeArgs, output: &Output) -> anyhow::Result<ExitCo
         let file = std::fs::File::open(path).with_context(|| format!("opening `{}`", path.display()))?;
         Ok(Box::new(file))
     };
-    // Nothing is written over before everything can be read.
+    // Nothing is written over before everything can be read, and never a document itself.
+    let written = [".bin", ".idx", ".tokenizer.json"].map(|end| {
+        let mut path = args.output.clone().into_os_string();
+        path.push(end);
+        std::fs::canonicalize(path).ok()
+    });
     for path in &args.files {
         open(path)?;
+        let own = std::fs::canonicalize(path).with_context(|| format!("opening `{}`", path.display()))?;
+        if written.contains(&Some(own)) {
+            let message = format!("`{}` is a document, and would be written over", path.display());
+            return Err(
+                Refusal { exit: 7, ..Refusal::usage("RM7004", message, "give -o another prefix") }.into()
+            );
+        }
     }
     let tokens = write(&args.output, args.files.iter().map(open))?;
     output.result(&Tokenized {

@@ -82,6 +82,16 @@ fn a_missing_document_leaves_tokens_that_are_there_alone() {
 }
 
 #[test]
+fn a_document_is_never_written_over_by_its_own_tokens() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    std::fs::write(folder.join("book.bin"), "text").unwrap();
+    let said = refused(folder, "data tokenize ./book.bin -o book", 7);
+    assert!(said.contains("RM7004") && said.contains("is a document, and would be written over"), "{said}");
+    assert_eq!(std::fs::read(folder.join("book.bin")).unwrap(), b"text");
+}
+
+#[test]
 fn errors_are_json_on_stderr_where_json_is_asked_for() {
     let folder = tempfile::tempdir().unwrap();
     let said = refused(folder.path(), "--json inspect nowhere", 3);
