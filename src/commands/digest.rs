@@ -22,10 +22,10 @@ pub(crate) struct DigestArgs {
     checkpoint: Location,
 }
 
+/// By name. The document is nothing but this map, so that scripts can go over it.
 #[derive(Debug, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
 pub(crate) struct Digests {
-    schema: &'static str,
-    /// By name.
     tensors: BTreeMap<String, TensorDigest>,
 }
 
@@ -48,7 +48,7 @@ pub(crate) fn digests(checkpoint: &Checkpoint) -> anyhow::Result<Digests> {
     let tensors = checkpoint.catalog().tensors().iter();
     let tensors = tensors.filter(|tensor| matches!(tensor.kind, StateKind::Model | StateKind::Optimizer));
     let digests = tensors.map(|tensor| Ok((tensor.key.to_string(), digest(checkpoint, tensor)?)));
-    Ok(Digests { schema: "remesh.digest/1", tensors: digests.collect::<anyhow::Result<_>>()? })
+    Ok(Digests { tensors: digests.collect::<anyhow::Result<_>>()? })
 }
 
 /// Reads the tensor a few rows at a time, so that memory does not grow with it.
