@@ -57,16 +57,16 @@ table! {
         .action(clap::ArgAction::SetTrue)
         .overrides_with("tie_embeddings"))]
     struct ModelArgs {
-        /// Decoder layers [required]
+        /// Decoder layers (required)
         #[arg(long, value_name = "LAYERS")]
         num_layers: usize,
-        /// Hidden size [required]
+        /// Hidden size (required)
         #[arg(long, value_name = "SIZE")]
         hidden_size: usize,
         /// Width of gate and of up [default: ⌊8 × hidden size ÷ 3 ÷ 64⌋ × 64, as Megatron's for SwiGLU]
         #[arg(long, value_name = "SIZE")]
         ffn_hidden_size: usize,
-        /// Query heads [required; a multiple of the query groups]
+        /// Query heads (required; a multiple of the query groups)
         #[arg(long, value_name = "HEADS")]
         num_attention_heads: usize,
         /// Key-value heads [default: query heads; a multiple of TP]
@@ -121,13 +121,13 @@ table! {
         /// Ranks of the job, threads of one process [default: one copy of the model, TP × PP × CP × GTP, times DP if that is said]
         #[arg(long, visible_alias = "world-size", value_name = "RANKS")]
         nproc_per_node: u32,
-        /// Optimizer steps of the whole run, those before a resume included [required, or --train-samples]
+        /// Optimizer steps of the whole run, those before a resume included (required, or --train-samples)
         #[arg(long, value_name = "STEPS", conflicts_with = "train_samples")]
         train_iters: u64,
         /// Samples of the whole run; a last incomplete global batch is not trained
         #[arg(long, value_name = "SAMPLES")]
         train_samples: u64,
-        /// Highest learning rate [required to start a run]
+        /// Highest learning rate (required to start a run)
         #[arg(long, value_name = "RATE")]
         lr: f64,
         /// Lowest learning rate after the warm-up [default: 0]
@@ -157,7 +157,7 @@ table! {
         /// Shape of the last phase of --lr-decay-style WSD [default: exponential]
         #[arg(long, value_enum, value_name = "SHAPE")]
         lr_wsd_decay_style: WsdStyle,
-        /// Steps of that last phase [required with WSD, or the samples]
+        /// Steps of that last phase (required with WSD, or the samples)
         #[arg(long, value_name = "STEPS", conflicts_with = "lr_wsd_decay_samples")]
         lr_wsd_decay_iters: u64,
         /// Samples of that last phase
@@ -210,7 +210,7 @@ table! {
 table! {
     /// `[data]`
     struct DataArgs {
-        /// Train on PREFIX.bin and PREFIX.idx [required]
+        /// Train on PREFIX.bin and PREFIX.idx (required)
         #[arg(long, value_name = "PREFIX")]
         data_path: PathBuf,
         /// Samples that fill no global batch at the end of an epoch: span, drop, pad [default: span, the batch crosses into the
