@@ -118,7 +118,7 @@ fn under_the_same_layout_every_stream_continues() {
 
 /// The streams agree over TP where they must, and differ elsewhere.
 #[test]
-fn derived_streams_depend_on_seed_coordinate_and_iteration_alone() {
+fn derived_streams_are_the_same_each_time_and_differ_by_coordinate() {
     let folder = tempfile::tempdir().unwrap();
     let tokens = support::token_file(folder.path(), 6000);
     let store = Store::open("memory://").unwrap();
