@@ -1,0 +1,85 @@
+//! `plan` and `demo`.
+
+use super::{MODEL, ok, refused, with_tokens};
+use expect_test::expect;
+
+#[test]
+fn a_plan_leads_with_what_a_change_of_layout_really_does() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 1 --weight-shards 2 --nproc-per-node 4 --save run"));
+    // CP instead of DP, and sequence shards instead of batch shards: nobody holds anything else.
+    expect![[r#"
+        step 1 of run: resume in place: 0 B to move
+
+                               saved  target
+          world size           4      4       same
+          TP                   1      1       same
+          PP                   1      1       same
+          weight shards        2      2       same
+          configured CP        1      2       changed
+          DP                   2      1       changed
+          weight replicas      2      2       same
+          GTP sequence shards  1      2       changed
+          runtime CP           1      4       changed
+          batch parallel size  4      1       changed
+          microbatches a step  1      4       changed
+
+          reading    158.0 KiB by all ranks, 71.4 KiB by one at most
+          data       next sample 4, in the same order
+          random     axes have other sizes: every rank derives its random streams anew; dropout and data order do not use them
+          exactness  losses equal those of the run that never stopped, bit for bit
+
+          tensor-model-parallel-size 1 (built-in default)
+          pipeline-model-parallel-size 1 (built-in default)
+          context-parallel-size 2 (command line)
+          sequence-parallel off (built-in default)
+          tensor-parallel-num-weight-shards 2 (command line)
+          tensor-parallel-num-sequence-shards 2 (command line)
+          data-parallel-size 1 = world size 4 ÷ (TP 1 × PP 1 × CP 2 × GTP 2)
+          rank-order gtp-inside-cp (built-in default)
+          seq-length 32 (checkpoint)
+          micro-batch-size 1 (checkpoint)
+          global-batch-size 4 (checkpoint)
+          GTP degree 2 = weight shards 2 ÷ TP 1
+          SP degree 1 = 1 without SP
+          GTP sequence shards 2 = sequence shards 2 ÷ SP degree 1
+          GTP batch shards 1 = GTP degree 2 ÷ 2 GTP sequence shards
+          runtime CP 4 = configured CP 2 × 2 GTP sequence shards
+          batch parallel size 1 = DP 1 × 1 GTP batch shards
+          weight replicas 2 = configured CP 2 × DP 1
+          microbatches 4 = global batch size 4 ÷ (micro batch size 1 × batch parallel size 1)
+    "#]]
+    .assert_eq(&ok(folder, "plan run --weight-shards 2 --seq-shards 2 --cp 2"));
+    let said = ok(folder, "plan run --tp 2 --sp --json");
+    let plan: serde_json::Value = serde_json::from_str(&said).unwrap();
+    assert_eq!(plan["schema"], "remesh.plan/1");
+    assert_eq!(plan["resume_in_place"], false);
+    assert!(plan["bytes"]["moved"].as_u64().unwrap() > 0);
+    assert_eq!(plan["resume"]["exact"], true);
+    assert_eq!(plan["saved"]["gtp"], 2);
+    assert_eq!(plan["target"]["tp"], 2);
+    refused(folder, "plan run --tp 3 --world-size 3", 2);
+    // What cannot be trained can be loaded all the same.
+    for (layout, refusal) in [("--tp 4 --world-size 4", "RM2003"), ("--cp 16 --world-size 16", "RM2030")] {
+        let planned: serde_json::Value =
+            serde_json::from_str(&ok(folder, &format!("plan run {layout} --json"))).unwrap();
+        assert_eq!(planned["resume"]["refused"]["code"], refusal);
+        assert_eq!(planned["resume"]["exact"], false);
+    }
+    let said = ok(folder, "plan run --tp 4 --world-size 4");
+    let line = said.lines().find(|line| line.starts_with("  note ")).unwrap();
+    expect!["  note     cannot be trained: RM2003 TP 4 does not divide the 2 query groups: 2 % 4 != 0 (`decoder.layers.*.self_attention.linear_qkv.weight`); pick a TP size that divides the query groups: 1, 2"].assert_eq(line);
+}
+
+#[test]
+fn the_demonstration_shows_the_same_run_four_times() {
+    let folder = tempfile::tempdir().unwrap();
+    let said: serde_json::Value = serde_json::from_str(&ok(folder.path(), "demo --json")).unwrap();
+    assert_eq!(said["equal"], true);
+    let steps = said["steps"].as_array().unwrap();
+    assert_eq!(steps.len(), 10);
+    assert!(
+        steps[5..].iter().all(|row| row["resumed"].as_array().unwrap() == &vec![row["straight"].clone(); 3])
+    );
+}

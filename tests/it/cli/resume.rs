@@ -1,0 +1,228 @@
+//! Where a run goes on from, and what the resume proves.
+
+use super::{MODEL, damage_data, metrics, ok, refused, remesh, text, with_tokens};
+use expect_test::expect;
+
+#[test]
+fn a_run_resumed_under_other_layouts_equals_the_one_that_never_stopped() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let said = ok(folder, &format!("train {MODEL} --train-iters 4 --save straight --save-interval 2"));
+    assert!(said.starts_with("starting afresh, 4 steps\nstep 1/4  loss 5.5"), "{said}");
+    let straight = metrics(folder, "straight");
+    assert_eq!(straight.iter().map(|line| line.step).collect::<Vec<_>>(), [1, 2, 3, 4]);
+    let digest = ok(folder, "digest straight@4 --json");
+    for (name, layout) in [
+        ("cp", "--context-parallel-size 2"),
+        ("seq", "--weight-shards 2 --seq-shards 2"),
+        ("tp", "--tp 2 --sp --nproc-per-node 4"),
+    ] {
+        let said =
+            ok(folder, &format!("train {MODEL} --train-iters 4 {layout} --load straight@2 --save {name}"));
+        let mut lines = said.lines();
+        let resumed = lines.next().unwrap();
+        assert!(
+            resumed.starts_with("resumed step 2 of straight: TP 1 · GTP 1 · CP 1 · DP 1 · world 1 → "),
+            "{resumed}"
+        );
+        assert!(resumed.ends_with(", verified L2"), "{resumed}");
+        assert!(lines.next().unwrap().starts_with("step 3/4  loss "), "{said}");
+        assert_eq!(lines.next().unwrap(), "L3 step 3 is bit-identical");
+        assert_eq!(metrics(folder, name), straight[2..], "{name}");
+        assert_eq!(ok(folder, &format!("digest {name} --json")), digest, "{name}");
+    }
+}
+
+#[test]
+fn a_run_goes_on_from_its_own_newest_checkpoint_by_default() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let flags = format!("{MODEL} --lr-decay-iters 4");
+    ok(folder, &format!("train {flags} --train-iters 3 --save run"));
+    let said = ok(folder, &format!("train {flags} --train-iters 4 --save run"));
+    assert!(said.starts_with("resumed step 3 of run: "), "{said}");
+    assert!(said.contains("L3 step 4 expected; metrics.jsonl has no earlier line of it"), "{said}");
+    ok(folder, &format!("train {flags} --train-iters 4 --save straight"));
+    assert_eq!(metrics(folder, "run"), metrics(folder, "straight"));
+    // Nothing is left to do, and nothing is done.
+    let output = remesh(folder, &format!("train {flags} --train-iters 4 --save run"));
+    assert!(output.status.success());
+    assert_eq!(text(&output.stderr), "nothing to train: 4 of 4 steps are done\n");
+    assert_eq!(metrics(folder, "run").len(), 4);
+}
+
+#[test]
+fn a_place_is_the_same_however_it_is_written() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let line = format!("train {MODEL} --lr-decay-iters 9 --save run --train-iters");
+    let said = ok(folder, &format!("{line} 1 --load ./run/"));
+    assert!(said.starts_with("starting afresh, 1 steps\n"), "{said}");
+    let url = format!("file://{}/./run/", folder.display());
+    let said = ok(folder, &format!("{line} 2 --load {url}"));
+    assert!(said.starts_with("resumed step 1 of run: "), "{said}");
+    // Found while it is loaded, so another step stands in, and the damaged one is in nobody's way.
+    damage_data(&folder.join("run/iter_0000002"));
+    let said = ok(folder, &format!("{line} 2 --load {url}@latest"));
+    assert!(said.starts_with("resumed step 1 of "), "{said}");
+}
+
+#[test]
+fn a_wish_to_resume_that_cannot_be_met_is_refused_and_each_says_why() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    std::fs::create_dir(folder.join("empty")).unwrap();
+    ok(folder, &format!("train {MODEL} --train-iters 4 --save run --save-interval 2"));
+    let refused = |flags: &str, exit| {
+        refused(folder, &format!("train {MODEL} --train-iters 4 {flags}"), exit)
+            .replace(folder.to_str().unwrap(), "FOLDER")
+    };
+    expect![[r#"
+        Error: RM4012
+
+          × no checkpoint of step 3 in `run`; nearest: 2, 4
+          help: name one of the steps there are, or `@latest`
+    "#]]
+    .assert_eq(&refused("--load run --ckpt-step 3 --save new", 3));
+    expect![[r#"
+        Error: RM4012
+
+          × there is no folder `rnu`
+          help: check the path for a typing error
+    "#]]
+    .assert_eq(&refused("--load rnu --save new", 3));
+    expect![[r#"
+        Error: RM4012
+
+          × no checkpoint in `empty`
+          help: check the folder, or start a run that saves there
+    "#]]
+    .assert_eq(&refused("--load empty --save new", 3));
+    expect![[r#"
+        Error: RM4012
+
+          × no checkpoint in `empty`
+          help: check the folder, or start a run that saves there
+    "#]]
+    .assert_eq(&refused("--save empty --exit-on-missing-checkpoint", 3));
+    expect![[r#"
+        Error: RM7003
+
+          × `FOLDER/run` holds whole checkpoints newer than step 2: 4
+          help: save to another folder, or give `--overwrite`: they are set aside, not deleted
+    "#]]
+    .assert_eq(&refused("--load run@2 --save run", 7));
+    expect![[r#"
+        Error: RM3001
+
+          × the checkpoint and this run differ: hidden-size is 16 in the checkpoint but 32 here; kv-channels is 8 in the checkpoint but 16 here; seed is 1234 in the checkpoint but 7 here
+          help: give this run the checkpoint's values, or another --save; what is a shape cannot change
+    "#]].assert_eq(&refused("--save run --seed 7 --hidden-size 32", 2));
+    expect![[r#"
+        Error: RM3001
+
+          × the checkpoint and this run differ: seed is 1234 in the checkpoint but 7 here
+          help: to go on with the new values: --allow-change seed
+    "#]]
+    .assert_eq(&refused("--save run --seed 7", 2));
+    let said = ok(folder, &format!("train {MODEL} --train-iters 4 --save empty --load auto"));
+    assert!(said.starts_with("starting afresh, 4 steps\n"), "{said}");
+}
+
+#[test]
+fn going_back_sets_newer_checkpoints_aside_when_told_to() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 4 --save run --save-interval 1"));
+    let before = metrics(folder, "run");
+    let said =
+        ok(folder, &format!("train {MODEL} --train-iters 4 --save run --ckpt-step 2 --overwrite --cp 2"));
+    assert!(said.contains("L3 step 3 is bit-identical"), "{said}");
+    // Step 3 was set aside and not saved again.
+    let listed: serde_json::Value = serde_json::from_str(&ok(folder, "ls run --json")).unwrap();
+    let state =
+        |step: &serde_json::Value| (step["step"].as_u64().unwrap(), step["complete"].as_bool().unwrap());
+    let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(state).collect();
+    assert_eq!(steps, [(1, true), (2, true), (3, false), (4, true)]);
+    assert_eq!(metrics(folder, "run")[4..], before[2..]);
+}
+
+#[test]
+fn newer_checkpoints_stay_when_the_one_to_go_back_to_cannot_be_loaded() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 4 --save run --save-interval 2"));
+    damage_data(&folder.join("run/iter_0000002"));
+    refused(folder, &format!("train {MODEL} --train-iters 4 --save run --ckpt-step 2 --overwrite"), 6);
+    ok(folder, "verify run@4");
+}
+
+#[test]
+fn a_step_that_is_not_the_earlier_one_fails_l3_and_says_both() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 2 --save run --save-interval 1"));
+    let path = folder.join("run/metrics.jsonl");
+    let lines = std::fs::read_to_string(&path).unwrap().replace("\"loss\":5.", "\"loss\":6.");
+    std::fs::write(&path, lines).unwrap();
+    let line = format!("train {MODEL} --train-iters 2 --load run@1");
+    let failed = remesh(folder, &format!("{line} --save new --quiet"));
+    assert!(failed.status.success());
+    let said = text(&failed.stderr);
+    assert!(said.starts_with("L3 step 2 FAILED: loss 5."), "{said}");
+    assert!(said.contains(", but metrics.jsonl has loss 6."), "{said}");
+    // Nothing of the step stays, so that no later attempt takes it for the saved run's.
+    let output = remesh(folder, &format!("{line} --save strict --strict"));
+    assert_eq!(output.status.code(), Some(1));
+    let said = text(&output.stderr);
+    assert!(said.starts_with("Error: RM3111\n\n  × L3 step 2 FAILED: loss 5."), "{said}");
+    assert_eq!(metrics(folder, "strict"), []);
+    assert_eq!(ok(folder, "ls strict"), "no checkpoints in `strict`\n");
+}
+
+#[test]
+fn a_resume_says_that_its_schedule_has_ended_and_can_leave_it_alone() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 2 --save run"));
+    ok(folder, &format!("train {MODEL} --train-iters 4 --save straight"));
+    let line = format!("train {MODEL} --train-iters 4 --load run");
+    let output = remesh(folder, &format!("{line} --save ended -q"));
+    expect![[r#"
+        the learning rate stays 0 in all 2 steps that are left: the checkpoint's schedule comes down in 2 steps; --lr-decay-iters 4 spreads it over the whole run
+    "#]]
+    .assert_eq(&text(&output.stderr));
+    let rates = |run: &str| metrics(folder, run).iter().rev().take(2).map(|line| line.lr).collect::<Vec<_>>();
+    assert_eq!(rates("ended"), [0.0, 0.0]);
+    for (name, flags) in [("longer", "--lr-decay-iters 4"), ("own", "--override-opt_param-scheduler")] {
+        let output = remesh(folder, &format!("{line} --save {name} {flags}"));
+        assert_eq!(text(&output.stderr), "", "{name}");
+        assert_eq!(rates(name), rates("straight"), "{name}");
+    }
+    // All of it: nothing that was said then still holds.
+    ok(folder, &format!("train {MODEL} --train-iters 2 --min-lr 1e-3 --save high"));
+    ok(
+        folder,
+        &format!("{line} --save new --override-opt_param-scheduler").replace("--load run", "--load high"),
+    );
+    assert_eq!(rates("new"), rates("straight"));
+}
+
+#[test]
+fn less_than_the_whole_state_is_said_and_no_level_is_claimed() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 4 --save run --save-interval 2"));
+    let line = format!("train {MODEL} --train-iters 4 --load run@2 --save new --no-load-optim");
+    let said = ok(folder, &line);
+    assert!(said.contains(", verified what was loaded\n"), "{said}");
+    assert!(said.contains("L3 step 3 not expected: not restored: optimizer"), "{said}");
+    let said = refused(folder, &format!("{} --strict", line.replace("--save new", "--save strict")), 1);
+    assert!(said.contains("RM3110"), "{said}");
+    let line =
+        format!("train {MODEL} --train-iters 4 --load run@2 --save streams --cp 2 --rng-policy strict");
+    assert!(refused(folder, &line, 2).contains("RM3102"));
+    let said = ok(folder, &format!("train {MODEL} --train-iters 1 --load run --save tuned --finetune"));
+    assert!(said.starts_with("step 0 with weights of step 4 of run: "), "{said}");
+    assert!(said.contains("\nstep 1/1  "), "{said}");
+}

@@ -1,0 +1,215 @@
+//! Flags, the configuration file and launch scripts: what is taken, what is refused.
+
+use super::{MODEL, metrics, ok, refused, remesh, text, with_tokens};
+use expect_test::expect;
+
+#[test]
+fn a_pasted_launch_script_is_taken_and_what_makes_no_difference_is_named() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let script = "--num-layers 1 --hidden-size 16 --ffn-hidden-size 16 --num-attention-heads 2 --group-query-attention \
+                  --num-query-groups 2 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 \
+                  --global-batch-size 4 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 1 \
+                  --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --clip-grad 1.0 --train-iters 2 \
+                  --swiglu --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-5 \
+                  --position-embedding-type rope --rotary-base 500000 --untie-embeddings-and-output-weights \
+                  --attention-dropout 0.0 --hidden-dropout 0.0 --init-method-std 0.02 --use-flash-attn \
+                  --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 \
+                  --use-distributed-optimizer --overlap-grad-reduce --data-path tokens --tokenizer-type NullTokenizer \
+                  --vocab-size 257 --split 100,0,0 --save run --load run --save-interval 1 --log-interval 1 --seed 7";
+    let output = remesh(folder, &format!("train {script}"));
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    expect![[r#"
+        no effect here: --max-position-embeddings 32, --overlap-grad-reduce, --tokenizer-type NullTokenizer, --use-flash-attn
+    "#]]
+    .assert_eq(&text(&output.stderr));
+    assert_eq!(metrics(folder, "run").len(), 2);
+
+    let said =
+        refused(folder, &format!("train {script} --bf16 --num-experts 8 --normalization LayerNorm"), 2);
+    expect![[r#"
+        Error: RM6005
+
+          × `--normalization LayerNorm`: the one model so far is Llama-like: RMSNorm, rotary positions, SwiGLU, no biases; `--num-experts 8`: there are no experts so far; `--bf16`: the trainer computes in f32 on CPU so far
+          help: leave out --normalization LayerNorm --num-experts 8 --bf16
+    "#]]
+    .assert_eq(&said);
+}
+
+#[test]
+fn settings_come_from_the_file_and_flags_go_over_it() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let file = "[model]\nnum_layers = 1\nhidden_size = 16\nffn_hidden_size = 16\nnum_attention_heads = 2\n\
+                [training]\nseq_length = 32\nmicro_batch_size = 1\nglobal_batch_size = 4\ntrain_iters = 9\nlr = 1e-2\n\
+                [data]\ndata_path = \"tokens\"\n[checkpoint]\nsave = \"run\"\n";
+    std::fs::write(folder.join("run.toml"), file).unwrap();
+    ok(folder, "train --config run.toml --train-samples 8");
+    let by_file = metrics(folder, "run");
+    assert_eq!(by_file.len(), 2);
+    let no_dropout = MODEL.replace("0.1", "0");
+    ok(folder, &format!("train {no_dropout} --train-samples 8 --save flags"));
+    assert_eq!(metrics(folder, "flags"), by_file);
+
+    std::fs::write(
+        folder.join("typo.toml"),
+        "[parallelism]\ntensor_model_parallel_size = 2\ncontext_parallel_sizes = 4\n",
+    )
+    .unwrap();
+    expect![[r#"
+        Error: RM6002
+
+          × unknown key `context_parallel_sizes` in [parallelism]
+           ╭─[typo.toml:3:1]
+         2 │ tensor_model_parallel_size = 2
+         3 │ context_parallel_sizes = 4
+           · ───────────┬──────────
+           ·            ╰── not a known key
+           ╰────
+          help: did you mean `context_parallel_size`?
+    "#]]
+    .assert_eq(&refused(folder, "train --config typo.toml", 2));
+    std::fs::write(folder.join("type.toml"), "[training]\nlr = \"high\"\n").unwrap();
+    expect![[r#"
+        Error: RM6003
+
+          × invalid type: string "high", expected f64
+           ╭─[type.toml:2:6]
+         1 │ [training]
+         2 │ lr = "high"
+           ·      ───┬──
+           ·         ╰── here
+           ╰────
+          help: a value has the type that `remesh train --help` tells for the flag of the same name
+    "#]]
+    .assert_eq(&refused(folder, "train --config type.toml", 2));
+    std::fs::write(folder.join("table.toml"), "[optimizer]\nlr = 1.0\n").unwrap();
+    expect![[r#"
+        Error: RM6002
+
+          × unknown table or key `optimizer`
+           ╭─[table.toml:1:2]
+         1 │ [optimizer]
+           ·  ────┬────
+           ·      ╰── not a known key
+         2 │ lr = 1.0
+           ╰────
+          help: known here: model, parallelism, training, data, checkpoint, logging
+    "#]]
+    .assert_eq(&refused(folder, "train --config table.toml", 2));
+}
+
+#[test]
+fn the_example_configuration_trains() {
+    let folder = with_tokens();
+    let example = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/remesh.toml");
+    let said = ok(folder.path(), &format!("train --config {example} --train-iters 1 --micro-batch-size 4"));
+    assert!(said.contains("saved step 1 to "), "{said}");
+}
+
+#[test]
+fn every_number_of_a_layout_says_where_it_comes_from() {
+    let folder = with_tokens();
+    let output =
+        remesh(folder.path(), &format!("train {MODEL} --train-iters 4 -v --weight-shards 2 --seq-shards 2"));
+    let said = text(&output.stderr);
+    for line in [
+        "tensor-parallel-num-sequence-shards 2 (command line)",
+        "runtime CP 2 = configured CP 1 × 2 GTP sequence shards",
+        "batch parallel size 1 = DP 1 × 1 GTP batch shards",
+    ] {
+        assert!(said.lines().any(|said| said == line), "{said}");
+    }
+}
+
+#[test]
+fn layouts_that_cannot_be_are_refused_before_anything_is_written() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let refused =
+        |flags: &str| refused(folder, &format!("train {MODEL} --train-iters 4 --save run {flags}"), 2);
+    expect![[r#"
+        Error: RM2003
+
+          × TP 4 does not divide the 2 query groups: 2 % 4 != 0 (`decoder.layers.*.self_attention.linear_qkv.weight`)
+          help: pick a TP size that divides the query groups: 1, 2
+    "#]].assert_eq(&refused("--tp 4"));
+    expect![[r#"
+        Error: RM2001
+
+          × weight shards 3 ÷ TP 2 is not exact
+          help: `--tensor-parallel-num-weight-shards` is a multiple of TP 2
+    "#]]
+    .assert_eq(&refused("--weight-shards 3 --tp 2"));
+    expect![[r#"
+        Error: RM2030
+
+          × a leaf of 16 tokens does not divide T/(2·runtime CP) = 32/(2·2) = 8
+          help: the largest leaf that fits is --canonical-leaf-tokens 8
+    "#]]
+    .assert_eq(&refused("--cp 2 --canonical-leaf-tokens 16"));
+    expect![[r#"
+        Error: RM6005
+
+          × `--numerics fast` is not there yet
+          help: leave it out: canonical numerics are the default
+    "#]]
+    .assert_eq(&refused("--numerics fast"));
+    // What flags alone show comes before any file is looked for.
+    assert!(refused("--tp 4 --data-path nowhere").contains("RM2003"));
+    assert!(refused("--cp 2 --canonical-leaf-tokens 16 --data-path nowhere").contains("RM2030"));
+    assert!(!folder.join("run").exists());
+}
+
+#[test]
+fn settings_that_contradict_the_data_or_each_other_are_refused() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let refused = |flags: &str| refused(folder, &format!("train {MODEL} --save run {flags}"), 2);
+    expect![[r#"
+        Error: RM6003
+
+          × `--vocab-size` 100 is less than the 257 ids of the data's tokenizer
+          help: leave it out, or give at least that
+    "#]]
+    .assert_eq(&refused("--train-iters 1 --vocab-size 100"));
+    expect![[r#"
+        Error: RM6003
+
+          × 3 samples of training are less than a global batch of 4
+          help: give more --train-samples, or at least one of --train-iters
+    "#]]
+    .assert_eq(&refused("--train-samples 3"));
+    expect![[r#"
+        Error: RM6003
+
+          × `--calculate-per-token-loss` and `--loss-average sample` contradict each other
+          help: leave one of them out
+    "#]]
+    .assert_eq(&refused("--train-iters 1 --loss-average sample --calculate-per-token-loss"));
+    expect![[r#"
+        Error: RM6005
+
+          × `--dist-ckpt-strictness log_all`: a tensor that the checkpoint lacks is trained from its initial value only if it is named: --allow-missing GLOB; --allow-extra GLOB names what the model does not want
+          help: leave out --dist-ckpt-strictness log_all
+    "#]]
+    .assert_eq(&refused("--train-iters 1 --dist-ckpt-strictness log_all"));
+    assert!(!folder.join("run").exists());
+}
+
+#[test]
+fn flags_of_launch_scripts_mean_what_they_say() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let line = format!("train {MODEL} --train-iters 1");
+    std::fs::write(folder.join("sample.toml"), "[training]\nloss_average = \"sample\"\n").unwrap();
+    ok(folder, &format!("{line} --config sample.toml --calculate-per-token-loss --save run"));
+    let inspected: serde_json::Value = serde_json::from_str(&ok(folder, "inspect run --json")).unwrap();
+    assert_eq!(inspected["commit"]["config"]["loss_average"], "token");
+    assert!(refused(folder, &format!("{line} --distributed-timeout-minutes 0"), 2).contains("zero"));
+    ok(folder, &format!("{line} --distributed-timeout-minutes 30"));
+    // The tied model does not want the checkpoint's output layer.
+    let tied = format!("{line} --load run --save new --finetune --tie-embeddings --dist-ckpt-strictness");
+    assert!(refused(folder, &format!("{tied} raise_all"), 2).contains("`output_layer.weight`"));
+    ok(folder, &format!("{tied} assume_ok_unexpected"));
+}
