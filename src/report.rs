@@ -73,7 +73,7 @@ fn class_of(error: &(dyn Error + 'static)) -> Option<Class> {
         ckpt::LoadPlanError => ckpt::LoadPlanError::exit_code;
         ckpt::LoadError => ckpt::LoadError::exit_code;
         ckpt::SaveError => ckpt::SaveError::exit_code;
-        train::resume::LoadError => resume_exit;
+        train::resume::ResumeError => resume_exit;
         reshard::UndividedTensor => reshard::UndividedTensor::exit_code;
     }
     if let Some(refusal) = error.downcast_ref::<Refusal>() {
@@ -97,7 +97,7 @@ fn class_of_run(error: &RunError) -> Option<Class> {
     match error {
         RunError::Config(error) => class_of(error),
         RunError::Schedule(error) => class_of(error),
-        RunError::Load(error) => class_of(error),
+        RunError::Resume(error) => class_of(error),
         RunError::Tokens(error) => class_of(error),
         RunError::Save { source, .. } => class_of(source),
         RunError::Observer(error) => class_of(&**error),
@@ -120,31 +120,31 @@ fn comm_exit(error: &CommError) -> u8 {
     if matches!(error, CommError::TimedOut { .. }) { 5 } else { 70 }
 }
 
-fn resume_exit(error: &resume::LoadError) -> u8 {
-    use resume::LoadError;
+fn resume_exit(error: &resume::ResumeError) -> u8 {
+    use resume::ResumeError;
     match error {
-        LoadError::Differs { .. }
-        | LoadError::MissingStream { .. }
-        | LoadError::Glob(_)
-        | LoadError::Placement(_) => 2,
-        LoadError::Plan(error) => error.exit_code(),
-        LoadError::Read(error) => error.exit_code(),
-        LoadError::Field { .. }
-        | LoadError::Stream(_)
-        | LoadError::StreamShape { .. }
-        | LoadError::Random { .. }
-        | LoadError::Fingerprint { .. } => 6,
-        LoadError::NotStrict { .. } => 1,
-        LoadError::Comm(error) => comm_exit(error),
+        ResumeError::Differs { .. }
+        | ResumeError::MissingStream { .. }
+        | ResumeError::Glob(_)
+        | ResumeError::Placement(_) => 2,
+        ResumeError::Plan(error) => error.exit_code(),
+        ResumeError::Read(error) => error.exit_code(),
+        ResumeError::Field { .. }
+        | ResumeError::Stream(_)
+        | ResumeError::StreamShape { .. }
+        | ResumeError::Random { .. }
+        | ResumeError::Fingerprint { .. } => 6,
+        ResumeError::NotStrict { .. } => 1,
+        ResumeError::Comm(error) => comm_exit(error),
     }
 }
 
 /// Whether a checkpoint is damaged, not absent or out of reach: another one may be taken instead.
 pub(crate) fn is_damage(error: &anyhow::Error) -> bool {
-    use resume::LoadError;
+    use resume::ResumeError;
     error.chain().any(|cause| match cause.downcast_ref::<RunError>() {
-        Some(RunError::Load(LoadError::Read(error))) => error.is_damage(),
-        Some(RunError::Load(LoadError::Fingerprint { .. } | LoadError::Stream(_))) => true,
+        Some(RunError::Resume(ResumeError::Read(error))) => error.is_damage(),
+        Some(RunError::Resume(ResumeError::Fingerprint { .. } | ResumeError::Stream(_))) => true,
         _ => cause.downcast_ref::<ckpt::OpenError>().is_some_and(ckpt::OpenError::is_damage),
     })
 }

@@ -122,6 +122,34 @@ impl Region {
         Region { lo: shift(&self.lo), hi: shift(&self.hi) }
     }
 
+    /// This box cut along dim 0, then the next dim, into boxes of at most `numel_max` elements, in row-major order.
+    ///
+    /// # Panics
+    /// If `numel_max` is 0.
+    pub fn split(&self, numel_max: u64) -> Vec<Region> {
+        assert!(numel_max > 0, "boxes of no element");
+        let mut pieces = Vec::new();
+        self.split_from(0, numel_max, &mut pieces);
+        pieces
+    }
+
+    fn split_from(&self, dim: usize, numel_max: u64, pieces: &mut Vec<Region>) {
+        let numel = self.numel();
+        if numel <= numel_max {
+            pieces.push(self.clone());
+            return;
+        }
+        let rows = (numel_max / (numel / self.extent(dim))).max(1);
+        let mut at = self.lo[dim];
+        while at < self.hi[dim] {
+            let mut piece = self.clone();
+            piece.lo[dim] = at;
+            piece.hi[dim] = at.saturating_add(rows).min(self.hi[dim]);
+            at = piece.hi[dim];
+            piece.split_from(dim + 1, numel_max, pieces);
+        }
+    }
+
     /// This box with one more, innermost dim, along which it is `range`.
     pub(crate) fn with_dim(&self, range: Range<u64>) -> Region {
         let mut longer = self.clone();

@@ -83,6 +83,17 @@ proptest! {
     }
 
     #[test]
+    fn the_pieces_of_a_box_tile_it_in_order_and_none_is_too_large(
+        (_, region, _) in tensor_with_two_boxes(), numel_max in 1..40u64,
+    ) {
+        let pieces = region.split(numel_max);
+        let inside: Vec<Region> = pieces.iter().map(|piece| piece.relative_to(&region)).collect();
+        prop_assert_eq!(prove_tiling(&region.shape(), &inside.iter().collect::<Vec<_>>()), Ok(()));
+        prop_assert!(pieces.iter().all(|piece| piece.numel() <= numel_max));
+        prop_assert!(pieces.windows(2).all(|pair| pair[0].lo() < pair[1].lo()));
+    }
+
+    #[test]
     fn an_intersection_holds_what_both_boxes_hold((shape, a, b) in tensor_with_two_boxes()) {
         let both = a.intersect(&b);
         prop_assert_eq!(&both, &b.intersect(&a));

@@ -8,7 +8,7 @@ use crate::config::TrainConfig;
 use crate::data::sampler::{EmptyEpoch, RankReader};
 use crate::data::{Sampler, TokenFile, TokenFileError};
 use crate::parallel::{Comms, StepError};
-use crate::resume::{ALGORITHM, DataState, LoadError, Resume, Resumed, SchedulerState, load};
+use crate::resume::{ALGORITHM, DataState, Resume, ResumeError, Resumed, SchedulerState, load};
 use crate::state::{RunState, Streams};
 use crate::step::{BuildError, StepOutcome, StepSettings, Trainer};
 use ckpt::{Counters, Header, Random, SaveError, SaveReport, Saver, Snapshot};
@@ -158,7 +158,7 @@ pub enum RunError {
     Build(#[from] BuildError),
     /// The state could not be loaded.
     #[error(transparent)]
-    Load(#[from] LoadError),
+    Resume(#[from] ResumeError),
     /// Tokens could not be read.
     #[error(transparent)]
     Tokens(#[from] TokenFileError),

@@ -121,7 +121,7 @@ pub fn plan_save(table: &StateTable, groups: &Arc<GroupTable>) -> Result<SavePla
                 shard,
                 set: owned.set,
             };
-            drafts.extend(cut(&owned.region, element_bytes).into_iter().map(draft));
+            drafts.extend(owned.region.split(CHUNK_BYTES_MAX / element_bytes).into_iter().map(draft));
         }
     }
     drafts.sort_by(|a, b| (a.entry, a.region.lo()).cmp(&(b.entry, b.region.lo())));
@@ -221,31 +221,6 @@ fn divide(
         owned.set = sets.number_of(&owned.holders);
     }
     Ok(owned)
-}
-
-/// Cuts a box along dim 0, then the next dim, until no piece is larger than a chunk may be.
-fn cut(region: &Region, element_bytes: u64) -> Vec<Region> {
-    let mut done = Vec::new();
-    cut_from(region, 0, element_bytes, &mut done);
-    done
-}
-
-fn cut_from(region: &Region, dim: usize, element_bytes: u64, done: &mut Vec<Region>) {
-    let bytes = region.numel() * element_bytes;
-    if bytes <= CHUNK_BYTES_MAX {
-        done.push(region.clone());
-        return;
-    }
-    let row_bytes = bytes / region.extent(dim);
-    let rows = (CHUNK_BYTES_MAX / row_bytes).max(1);
-    let mut at = region.lo()[dim];
-    while at < region.hi()[dim] {
-        let (mut lo, mut hi) = (region.lo().to_vec(), region.hi().to_vec());
-        lo[dim] = at;
-        hi[dim] = (at + rows).min(hi[dim]);
-        at = hi[dim];
-        cut_from(&Region::new(&lo, &hi), dim + 1, element_bytes, done);
-    }
 }
 
 /// The writer of each of `drafts`, which are sorted by (entry, first corner).
