@@ -5,7 +5,8 @@
 //! default. [`ParallelConfig`] is what holds, without `Option`s; a checkpoint stores it.
 
 use crate::config::{ParallelConfig, ParallelError, ParallelSettings, check_sequence_parallel, sp_degree};
-use crate::layout::{self, ConfiguredCp, LayoutError, LayoutSizes, ParallelLayout, RankOrder};
+use crate::group_options::GroupOptions;
+use crate::layout::{self, ConfiguredCp, ExpertSizes, LayoutError, LayoutSizes, ParallelLayout, RankOrder};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -57,6 +58,22 @@ pub struct ParallelArgs {
     /// Ranks left for data parallelism, to check [default: world size ÷ (TP × PP × CP × GTP)]
     #[cfg_attr(feature = "clap", arg(long, visible_alias = "dp", value_name = "RANKS"))]
     pub data_parallel_size: Option<u32>,
+    /// Ranks that the experts are distributed over [default: 1; ETP × EP × EGTP × PP must divide the world size]
+    #[cfg_attr(feature = "clap", arg(long, visible_alias = "ep", value_name = "RANKS"))]
+    pub expert_model_parallel_size: Option<u32>,
+    /// Ranks that split each weight matrix of an expert [default: TP; ETP × EP × EGTP × PP must divide the world size]
+    #[cfg_attr(feature = "clap", arg(long, visible_alias = "etp", value_name = "RANKS"))]
+    pub expert_tensor_parallel_size: Option<u32>,
+    /// Weight shards of an expert, ETP × EGTP [default: ETP; a multiple of ETP]
+    #[cfg_attr(feature = "clap", arg(long, visible_alias = "expert-weight-shards", value_name = "SHARDS"))]
+    pub expert_tensor_parallel_num_weight_shards: Option<u32>,
+    /// Parts of the weight replicas that each hold the whole optimizer state [default: 1; divides the weight replicas and
+    /// those of experts; 1 with weight shards beyond TP or ETP]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "INSTANCES"))]
+    pub num_distributed_optimizer_instances: Option<u32>,
+    /// Sizes of the levels inside runtime CP, the innermost first [default: one level; their product is runtime CP]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "RANKS", num_args = 1.., value_delimiter = ','))]
+    pub hierarchical_context_parallel_sizes: Option<Vec<u32>>,
     /// Order of the dense axes among the ranks [default: gtp-inside-cp; the older cp-inside-gtp only without sequence
     /// shards inside GTP]
     #[cfg_attr(feature = "clap", arg(long, value_enum, value_name = "ORDER"))]
@@ -102,7 +119,7 @@ impl ParallelArgs {
         let mut merged = MergedArgs::default();
         macro_rules! take {
             ($($field:ident)*) => {$(
-                let strongest = layers.iter().find_map(|(source, args)| args.$field.map(|value| (*source, value)));
+                let strongest = layers.iter().find_map(|(source, args)| args.$field.clone().map(|value| (*source, value)));
                 if let Some((source, value)) = strongest {
                     merged.args.$field = Some(value);
                     merged.sources.insert(stringify!($field), source);
@@ -111,7 +128,9 @@ impl ParallelArgs {
         }
         take! {
             tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel
-            tensor_parallel_num_weight_shards tensor_parallel_num_sequence_shards data_parallel_size rank_order
+            tensor_parallel_num_weight_shards tensor_parallel_num_sequence_shards data_parallel_size
+            expert_model_parallel_size expert_tensor_parallel_size expert_tensor_parallel_num_weight_shards
+            num_distributed_optimizer_instances hierarchical_context_parallel_sizes rank_order
             micro_batch_size global_batch_size seq_length
         }
         merged
@@ -119,7 +138,7 @@ impl ParallelArgs {
 }
 
 /// The arguments that resolve to the same configuration, whatever weaker layers say. DP is left open: it follows from
-/// the world size, and a configuration may be resumed on another one.
+/// the world size, and a configuration may be resumed on another one. So is what a configuration does not hold.
 impl From<&ParallelConfig> for ParallelArgs {
     fn from(config: &ParallelConfig) -> Self {
         let layout = config.layout();
@@ -131,6 +150,11 @@ impl From<&ParallelConfig> for ParallelArgs {
             tensor_parallel_num_weight_shards: Some(config.weight_shards()),
             tensor_parallel_num_sequence_shards: Some(config.sequence_shards()),
             data_parallel_size: None,
+            expert_model_parallel_size: Some(layout.experts().ep),
+            expert_tensor_parallel_size: Some(layout.experts().etp),
+            expert_tensor_parallel_num_weight_shards: Some(config.expert_weight_shards()),
+            num_distributed_optimizer_instances: None,
+            hierarchical_context_parallel_sizes: None,
             rank_order: Some(layout.sizes().order),
             micro_batch_size: Some(config.micro_batch_size()),
             global_batch_size: Some(config.global_batch_size()),
@@ -156,6 +180,7 @@ impl MergedArgs {
     /// Every refusal, before any process group exists: see [`ParallelError`].
     pub fn resolve(&self, world_size: u32, rank_offset: u32) -> Result<ParallelConfig, ParallelError> {
         let layout = self.resolve_layout(world_size, rank_offset)?;
+        self.resolve_groups(&layout)?;
         let args = &self.args;
         let micro_batch_size =
             args.micro_batch_size.ok_or(ParallelError::Missing { flag: "micro-batch-size" })?;
@@ -167,6 +192,22 @@ impl MergedArgs {
             micro_batch_size,
             global_batch_size: args.global_batch_size.unwrap_or(one_microbatch),
         })
+    }
+
+    /// What the process groups of `layout` are beyond it.
+    ///
+    /// # Errors
+    /// What does not fit the layout, before any process group exists.
+    pub fn resolve_groups(&self, layout: &ParallelLayout) -> Result<GroupOptions, ParallelError> {
+        let args = &self.args;
+        let options = GroupOptions {
+            num_distributed_optimizer_instances: args.num_distributed_optimizer_instances.unwrap_or(1),
+            hierarchical_context_parallel_sizes: (args.hierarchical_context_parallel_sizes.clone())
+                .unwrap_or_default(),
+            create_all_gather_group: false,
+        };
+        options.check(layout)?;
+        Ok(options)
     }
 
     /// The layout alone, for what has no batch, such as a view of stored weights.
@@ -185,15 +226,9 @@ impl MergedArgs {
             }
         }
         let weight_shards = args.tensor_parallel_num_weight_shards.unwrap_or(tp);
-        if weight_shards == 0 {
-            return Err(ParallelError::Zero { flag: "tensor-parallel-num-weight-shards" });
-        }
-        if !weight_shards.is_multiple_of(tp) {
-            let valid = layout::degrees_that_fit(world_size, u64::from(pp) * u64::from(cp));
-            let valid = valid.into_iter().filter(|shards| shards.is_multiple_of(tp)).collect();
-            return Err(ParallelError::WeightShards { weight_shards, tp, valid });
-        }
-        let gtp = weight_shards / tp;
+        let gtp = shards_beyond(weight_shards, ("tensor-parallel-num-weight-shards", "TP", tp), || {
+            layout::degrees_that_fit(world_size, u64::from(pp) * u64::from(cp))
+        })?;
         let sp_degree = sp_degree(tp, self.sequence_parallel());
         let sequence_shards = args.tensor_parallel_num_sequence_shards.unwrap_or(sp_degree);
         if sequence_shards == 0 {
@@ -213,7 +248,8 @@ impl MergedArgs {
             gtp,
             gtp_sequence_shards: sequence_shards / sp_degree,
             order: args.rank_order.unwrap_or_default(),
-        })?;
+        })?
+        .with_experts(self.resolve_experts(world_size)?)?;
         check_sequence_parallel(&layout, self.sequence_parallel())?;
         match dp {
             Some(dp) if dp != layout.dp() => Err(ParallelError::DataParallel {
@@ -226,6 +262,26 @@ impl MergedArgs {
         }
     }
 
+    fn resolve_experts(&self, world_size: u32) -> Result<ExpertSizes, ParallelError> {
+        let args = &self.args;
+        let pp = args.pipeline_model_parallel_size.unwrap_or(1);
+        let (ep, etp) = (
+            args.expert_model_parallel_size.unwrap_or(1),
+            args.expert_tensor_parallel_size.unwrap_or(self.tp()),
+        );
+        for (size, value) in [("EP", ep), ("ETP", etp)] {
+            if value == 0 {
+                return Err(LayoutError::Zero { size }.into());
+            }
+        }
+        let weight_shards = args.expert_tensor_parallel_num_weight_shards.unwrap_or(etp);
+        let egtp =
+            shards_beyond(weight_shards, ("expert-tensor-parallel-num-weight-shards", "ETP", etp), || {
+                layout::degrees_that_fit(world_size, u64::from(pp) * u64::from(ep))
+            })?;
+        Ok(ExpertSizes { etp, ep, egtp })
+    }
+
     fn tp(&self) -> u32 {
         self.args.tensor_model_parallel_size.unwrap_or(1)
     }
@@ -233,6 +289,22 @@ impl MergedArgs {
     fn sequence_parallel(&self) -> bool {
         self.tp() > 1 && self.args.sequence_parallel == Some(true)
     }
+}
+
+/// Weight shards ÷ the tensor parallel degree that they were said over; `degrees` are those that this world can have.
+fn shards_beyond(
+    weight_shards: u32,
+    (flag, name, degree): (&'static str, &'static str, u32),
+    degrees: impl FnOnce() -> Vec<u32>,
+) -> Result<u32, ParallelError> {
+    if weight_shards == 0 {
+        return Err(ParallelError::Zero { flag });
+    }
+    if !weight_shards.is_multiple_of(degree) {
+        let valid = degrees().into_iter().filter(|shards| shards.is_multiple_of(degree)).collect();
+        return Err(ParallelError::WeightShards { flag, weight_shards, name, degree, valid });
+    }
+    Ok(weight_shards / degree)
 }
 
 impl fmt::Display for Source {

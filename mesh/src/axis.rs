@@ -3,7 +3,7 @@
 use crate::rank::Rank;
 use serde::{Deserialize, Serialize};
 
-/// An axis of the dense grid.
+/// An axis of the dense grid or of the expert grid; both have the pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Axis {
@@ -19,6 +19,21 @@ pub enum Axis {
     Dp,
     /// Pipeline parallel.
     Pp,
+    /// Tensor parallel of experts.
+    Etp,
+    /// Expert parallel.
+    Ep,
+    /// Weight shards of experts beyond ETP.
+    Egtp,
+    /// Replicas of an expert's weight shard.
+    Edp,
+}
+
+impl Axis {
+    /// Whether the axis is one of the expert grid alone.
+    pub const fn is_expert(self) -> bool {
+        matches!(self, Axis::Etp | Axis::Ep | Axis::Egtp | Axis::Edp)
+    }
 }
 
 /// Ranks as a grid: `rank = offset + Σ coordinate · stride`, the first axis varying fastest.

@@ -1,5 +1,6 @@
 //! `ParallelConfig`: a layout with its sequence and batch sizes, checked once, without `Option`s; a checkpoint stores it.
 
+use crate::group_options::GroupOptionsError;
 use crate::layout::{self, LayoutError, ParallelLayout, RuntimeCp};
 use serde::{Deserialize, Serialize};
 
@@ -88,6 +89,11 @@ impl ParallelConfig {
         self.sp_degree() * self.layout().gtp_sequence_shards()
     }
 
+    /// Weight shards of an expert: ETP × EGTP.
+    pub fn expert_weight_shards(&self) -> u32 {
+        self.layout().experts().etp * self.layout().experts().egtp
+    }
+
     /// Tokens of a sample.
     pub fn seq_length(&self) -> u64 {
         self.settings.seq_length
@@ -170,13 +176,20 @@ pub enum ParallelError {
         /// Its flag, without dashes.
         flag: &'static str,
     },
-    /// Weight shards are no multiple of TP.
-    #[error("weight shards {weight_shards} ÷ TP {tp} is not exact")]
+    /// Process groups that do not fit the layout.
+    #[error(transparent)]
+    Groups(#[from] GroupOptionsError),
+    /// Weight shards are no multiple of TP, or those of experts of ETP.
+    #[error("weight shards {weight_shards} ÷ {name} {degree} is not exact")]
     WeightShards {
+        /// Their flag, without dashes.
+        flag: &'static str,
         /// Weight shards asked for.
         weight_shards: u32,
-        /// Tensor parallel degree.
-        tp: u32,
+        /// TP or ETP.
+        name: &'static str,
+        /// That tensor parallel degree.
+        degree: u32,
         /// Weight shards that this world can have.
         valid: Vec<u32>,
     },
@@ -246,10 +259,12 @@ pub enum ParallelError {
 
 impl ParallelError {
     /// `RM2001`: sizes that do not divide or are too small; `RM2002`: batch sizes; `RM2004`: the sequence length;
-    /// `RM2005`: sequence parallelism is missing; `RM2006`: the rank order; `RM2007`: a number was not said.
+    /// `RM2005`: sequence parallelism is missing; `RM2006`: the rank order; `RM2007`: a number was not said; `RM2008`: what
+    /// excludes each other.
     pub fn code(&self) -> &'static str {
         match self {
             ParallelError::Layout(error) => error.code(),
+            ParallelError::Groups(error) => error.code(),
             ParallelError::Missing { .. } => "RM2007",
             ParallelError::Zero { flag: "micro-batch-size" | "global-batch-size" }
             | ParallelError::GlobalBatch { .. } => "RM2002",
@@ -266,12 +281,13 @@ impl ParallelError {
     pub fn help(&self) -> String {
         match self {
             ParallelError::Layout(error) => error.help(),
+            ParallelError::Groups(error) => error.help(),
             ParallelError::Missing { flag } => {
                 format!("give `--{flag}`, or `{}` in the configuration file", flag.replace('-', "_"))
             }
             ParallelError::Zero { flag } => format!("give `--{flag}` of at least 1, or leave it out"),
-            ParallelError::WeightShards { tp, valid, .. } => {
-                format!("`--tensor-parallel-num-weight-shards` is a multiple of TP {tp}{}", fits(valid))
+            ParallelError::WeightShards { flag, name, degree, valid, .. } => {
+                format!("`--{flag}` is a multiple of {name} {degree}{}", fits(valid))
             }
             ParallelError::SequenceShards { sp_degree, valid, .. } => format!(
                 "`--tensor-parallel-num-sequence-shards` is a multiple of the SP degree {sp_degree}{}",

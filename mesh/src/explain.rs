@@ -2,6 +2,7 @@
 
 use crate::args::{MergedArgs, Source};
 use crate::config::ParallelConfig;
+use crate::layout::ExpertSizes;
 use serde::Serialize;
 use std::fmt;
 
@@ -59,7 +60,7 @@ impl MergedArgs {
             sequence_parallel.origin = Origin::DroppedWithoutTp(source);
         }
         let model_ranks = format!("(TP {tp} × PP {pp} × CP {cp} × GTP {gtp})");
-        vec![
+        let mut numbers = vec![
             said("tensor-model-parallel-size", tp.to_string(), Origin::BuiltIn),
             said("pipeline-model-parallel-size", pp.to_string(), Origin::BuiltIn),
             said("context-parallel-size", cp.to_string(), Origin::BuiltIn),
@@ -126,7 +127,47 @@ impl MergedArgs {
                     config.global_batch_size()
                 ),
             ),
-        ]
+        ];
+        numbers.extend(self.explain_experts(config));
+        numbers
+    }
+
+    /// The numbers of the expert grid, where anything was said of them.
+    fn explain_experts(&self, config: &ParallelConfig) -> Vec<Explained> {
+        let names = [
+            "expert-model-parallel-size",
+            "expert-tensor-parallel-size",
+            "expert-tensor-parallel-num-weight-shards",
+        ];
+        let source = |name: &str| self.source(&name.replace('-', "_"));
+        if names.iter().all(|name| source(name).is_none()) {
+            return Vec::new();
+        }
+        let layout = config.layout();
+        let (ExpertSizes { etp, ep, egtp }, tp, pp) = (layout.experts(), layout.tp(), layout.pp());
+        let shards = config.expert_weight_shards();
+        let values = [ep, etp, shards];
+        let otherwise =
+            [Origin::BuiltIn, Origin::Formula(format!("TP {tp}")), Origin::Formula(format!("ETP {etp}"))];
+        let said = names.into_iter().zip(values).zip(otherwise).map(|((name, value), otherwise)| Explained {
+            name,
+            value: value.to_string(),
+            origin: source(name).map_or(otherwise, Origin::Said),
+        });
+        let derived = [
+            ("EGTP degree", egtp, format!("expert weight shards {shards} ÷ ETP {etp}")),
+            (
+                "expert replicas",
+                layout.edp(),
+                format!("world size {} ÷ (ETP {etp} × EP {ep} × EGTP {egtp} × PP {pp})", layout.world_size()),
+            ),
+        ];
+        said.chain(derived.map(|(name, value, formula)| Explained {
+            name,
+            value: value.to_string(),
+            origin: Origin::Formula(formula),
+        }))
+        .collect()
     }
 }
 

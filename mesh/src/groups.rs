@@ -2,6 +2,7 @@
 //! places or saves. There is no current group: whoever needs one is given the model's own collection.
 
 use crate::axis::Axis;
+use crate::group_options::{GroupOptions, GroupOptionsError};
 use crate::layout::ParallelLayout;
 use crate::rank::{GroupRank, Rank};
 use serde::{Deserialize, Serialize};
@@ -26,7 +27,7 @@ macro_rules! group_kinds {
                 match self { $(GroupKind::$variant => $name,)* }
             }
 
-            /// The dense axes that vary inside the group; none for the embedding groups, which are parts of `pp`.
+            /// The axes that vary inside the group; none for a group that is made from those of another kind.
             pub const fn axes(self) -> &'static [Axis] {
                 use Axis::*;
                 match self { $(GroupKind::$variant => &$axes,)* }
@@ -66,6 +67,41 @@ group_kinds! {
     Embd "embd" [],
     /// Holders of the position embedding: the first stage.
     PosEmbd "pos_embd" [],
+    /// Expert parallel: exchange of tokens.
+    Ep "ep" [Ep],
+    /// Tensor parallel of experts.
+    ExptTp "expt_tp" [Etp],
+    /// Weight shards of experts beyond ETP.
+    ExptGtpRemat "expt_gtp_remat" [Egtp],
+    /// Replicas of an expert's weight shard: gradient reduction, optimizer sharding, writers.
+    ExptDp "expt_dp" [Edp],
+    /// Ranks of an (ETP, EP, PP) coordinate: writers of expert state that EGTP does not cut.
+    ExptDpGtpRemat "expt_dp_gtp_remat" [Egtp, Edp],
+    /// Tensor and expert parallel.
+    TpEp "tp_ep" [Etp, Ep],
+    /// Tensor, expert and pipeline parallel.
+    TpEpPp "tp_ep_pp" [Etp, Ep, Pp],
+    /// One copy of the experts: index of their optimizer state.
+    TpEpPpWithEgtpRemat "tp_ep_pp_with_egtp_remat" [Etp, Ep, Egtp, Pp],
+    /// The ranks of `dp_cp` once more, so that parameters are gathered while gradients are reduced.
+    DpCpAg "dp_cp_ag" [],
+    /// The ranks of `expt_dp` once more.
+    ExptDpAg "expt_dp_ag" [],
+    /// The part of `dp_cp` that is one instance of the distributed optimizer.
+    IntraDpCp "intra_dp_cp" [],
+    /// The part of `expt_dp` that is one instance of the distributed optimizer.
+    IntraExptDp "intra_expt_dp" [],
+    /// The ranks of the same position in all instances.
+    InterDistOpt "inter_dist_opt" [],
+    /// All ranks of one instance: statistics of gradients.
+    IntraDistOpt "intra_dist_opt" [],
+}
+
+impl GroupKind {
+    /// Whether the group is one of the expert grid.
+    pub fn is_expert(self) -> bool {
+        self.axes().iter().any(|axis| axis.is_expert())
+    }
 }
 
 impl fmt::Display for GroupKind {
@@ -101,6 +137,20 @@ pub struct MissingGroups {
     pub model: String,
     /// Every kind that is missing.
     pub missing: Vec<GroupKind>,
+}
+
+/// Groups to gather parameters in that are not those of the weight replicas.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the ranks of `{kind}` are not those of `{replicas}` of `{model}`, among which parameters are gathered"
+)]
+pub struct AllGatherRanks {
+    /// What was given.
+    pub kind: GroupKind,
+    /// What it must be equal to.
+    pub replicas: GroupKind,
+    /// The collection's model.
+    pub model: String,
 }
 
 fn names(kinds: &[GroupKind]) -> String {
@@ -170,33 +220,104 @@ pub struct GroupTable {
     ranks: Vec<Rank>,
     /// A kind that is not here is absent; `None` says that the model explicitly has no such group.
     kinds: BTreeMap<GroupKind, Option<GroupsOfKind>>,
+    /// Levels inside `cp`, the innermost first.
+    hcp: Vec<GroupsOfKind>,
 }
 
 impl GroupTable {
-    /// Every dense group of `layout`, for the model named `model`.
+    /// Every group of `layout`, for the model named `model`: one instance of the distributed optimizer, no second
+    /// communicators to gather parameters, no hierarchy inside `cp`.
     pub fn new(model: impl Into<String>, layout: &ParallelLayout) -> Self {
-        let grid = layout.grid();
+        let options = GroupOptions::default();
+        GroupTable::with_options(model, layout, &options).expect("every layout takes the default options")
+    }
+
+    /// Every group of `layout` and `options`, for the model named `model`.
+    ///
+    /// # Errors
+    /// Options that do not fit the layout.
+    pub fn with_options(
+        model: impl Into<String>,
+        layout: &ParallelLayout,
+        options: &GroupOptions,
+    ) -> Result<Self, GroupOptionsError> {
+        options.check(layout)?;
+        let (grid, expert_grid) = (layout.grid(), layout.expert_grid());
+        let lists = |kind: GroupKind| match kind.is_expert() {
+            true => expert_grid.groups(kind.axes()),
+            false => grid.groups(kind.axes()),
+        };
+        let num_instances = options.num_distributed_optimizer_instances;
+        let expt_dp = || levels(&lists(GroupKind::ExptDp), &[layout.edp() / num_instances, num_instances]);
         let mut kinds = BTreeMap::new();
         for kind in GroupKind::ALL.iter().copied() {
             let groups = match kind {
-                GroupKind::Embd => ends_of_pipelines(grid.groups(&[Axis::Pp]), true),
-                GroupKind::PosEmbd => ends_of_pipelines(grid.groups(&[Axis::Pp]), false),
-                _ => grid.groups(kind.axes()),
+                GroupKind::Embd => ends_of_pipelines(lists(GroupKind::Pp), true),
+                GroupKind::PosEmbd => ends_of_pipelines(lists(GroupKind::Pp), false),
+                GroupKind::DpCpAg | GroupKind::ExptDpAg => {
+                    kinds.insert(kind, None);
+                    continue;
+                }
+                GroupKind::IntraDpCp => blocks(lists(GroupKind::DpCp), num_instances),
+                GroupKind::IntraExptDp => expt_dp().swap_remove(0),
+                GroupKind::InterDistOpt => expt_dp().swap_remove(1),
+                GroupKind::IntraDistOpt => merged(lists(GroupKind::TpEpPp), num_instances),
+                _ => lists(kind),
             };
-            kinds.insert(kind, Some(GroupsOfKind::new(groups.into_iter().map(Group::new).collect())));
+            kinds.insert(kind, Some(GroupsOfKind::new(of_ranks(groups))));
         }
-        GroupTable { model: model.into(), ranks: grid.ranks().collect(), kinds }
+        let hcp = match options.hierarchical_context_parallel_sizes.as_slice() {
+            [] => Vec::new(),
+            sizes => levels(&lists(GroupKind::Cp), sizes),
+        };
+        let hcp = hcp.into_iter().map(|level| GroupsOfKind::new(of_ranks(level))).collect();
+        let table = GroupTable { model: model.into(), ranks: grid.ranks().collect(), kinds, hcp };
+        Ok(match options.create_all_gather_group {
+            true => table.with_all_gather_groups(layout.experts().ep > 1),
+            false => table,
+        })
     }
 
     /// A collection that so far holds no group, for a model on `ranks`.
     pub fn empty(model: impl Into<String>, mut ranks: Vec<Rank>) -> Self {
         ranks.sort_unstable();
-        GroupTable { model: model.into(), ranks, kinds: BTreeMap::new() }
+        GroupTable { model: model.into(), ranks, kinds: BTreeMap::new(), hcp: Vec::new() }
     }
 
     /// The same collection with other groups of one kind; `None` says that there is none.
+    ///
+    /// # Panics
+    /// If these are groups to gather parameters in: [`with_all_gather`](Self::with_all_gather) checks them.
     pub fn with(mut self, kind: GroupKind, groups: Option<Vec<Group>>) -> Self {
+        assert!(groups.is_none() || replicas_of(kind).is_none(), "`{kind}` is checked against its replicas");
         self.kinds.insert(kind, groups.map(GroupsOfKind::new));
+        self
+    }
+
+    /// The same collection with these groups to gather parameters in, `dp_cp_ag` or `expt_dp_ag`.
+    ///
+    /// # Errors
+    /// If they are not the ranks of the weight replicas, in their order.
+    ///
+    /// # Panics
+    /// If `kind` is another one.
+    pub fn with_all_gather(mut self, kind: GroupKind, groups: Vec<Group>) -> Result<Self, AllGatherRanks> {
+        let replicas = replicas_of(kind).expect("parameters are gathered in `dp_cp_ag` and `expt_dp_ag`");
+        if groups != self.groups(replicas) {
+            return Err(AllGatherRanks { kind, replicas, model: self.model });
+        }
+        self.kinds.insert(kind, Some(GroupsOfKind::new(groups)));
+        Ok(self)
+    }
+
+    /// The same collection with second communicators for `dp_cp` and, if `experts` are to be covered, for `expt_dp`.
+    fn with_all_gather_groups(mut self, experts: bool) -> Self {
+        let mut again = vec![(GroupKind::DpCpAg, GroupKind::DpCp)];
+        again.extend(experts.then_some((GroupKind::ExptDpAg, GroupKind::ExptDp)));
+        for (kind, replicas) in again {
+            let groups = self.kinds[&replicas].clone();
+            self.kinds.insert(kind, groups);
+        }
         self
     }
 
@@ -234,6 +355,48 @@ impl GroupTable {
         assert!(self.ranks.binary_search(&rank).is_ok(), "rank {rank} is not one of model `{}`", self.model);
         ProcessGroups { rank, table: Arc::clone(self) }
     }
+}
+
+/// The weight replicas that a kind gathers parameters among, if it is for that.
+fn replicas_of(kind: GroupKind) -> Option<GroupKind> {
+    match kind {
+        GroupKind::DpCpAg => Some(GroupKind::DpCp),
+        GroupKind::ExptDpAg => Some(GroupKind::ExptDp),
+        _ => None,
+    }
+}
+
+fn of_ranks(lists: Vec<Vec<Rank>>) -> Vec<Group> {
+    lists.into_iter().map(Group::new).collect()
+}
+
+/// Each list as a hierarchy of `sizes`, whose product is its length, the innermost level first: the groups of each level.
+/// A group fixes the positions on all other levels.
+fn levels(lists: &[Vec<Rank>], sizes: &[u32]) -> Vec<Vec<Vec<Rank>>> {
+    let mut inside = 1;
+    let mut all = Vec::new();
+    for size in sizes.iter().map(|size| *size as usize) {
+        let group = |list: &[Rank], low| list[low..].iter().copied().step_by(inside).collect::<Vec<Rank>>();
+        let outer = lists.iter().flat_map(|list| list.chunks(inside * size));
+        all.push(outer.flat_map(|list| (0..inside).map(move |low| group(list, low))).collect());
+        inside *= size;
+    }
+    all
+}
+
+/// Each list in `number` contiguous blocks.
+fn blocks(lists: Vec<Vec<Rank>>, number: u32) -> Vec<Vec<Rank>> {
+    lists.iter().flat_map(|list| list.chunks(list.len() / number as usize)).map(<[Rank]>::to_vec).collect()
+}
+
+/// Lists one after another, merged to `number` sorted ones.
+fn merged(lists: Vec<Vec<Rank>>, number: u32) -> Vec<Vec<Rank>> {
+    let merge = |lists: &[Vec<Rank>]| {
+        let mut ranks = lists.concat();
+        ranks.sort_unstable();
+        ranks
+    };
+    lists.chunks(lists.len() / number as usize).map(merge).collect()
 }
 
 fn ends_of_pipelines(pipelines: Vec<Vec<Rank>>, with_last: bool) -> Vec<Vec<Rank>> {
@@ -287,6 +450,14 @@ impl ProcessGroups {
     /// This rank's position in its group of `kind`; 0 if there is none.
     pub fn position(&self, kind: GroupKind) -> GroupRank {
         self.own(kind).map_or(GroupRank(0), |(_, _, position)| position)
+    }
+
+    /// This rank's group on each level inside `cp`, the innermost first; none without a hierarchy.
+    pub fn hierarchical_cp(&self) -> impl Iterator<Item = &Group> {
+        self.table.hcp.iter().map(|level| {
+            let (index, _) = level.own[&self.rank];
+            &level.groups[index]
+        })
     }
 
     /// Members of this rank's group of `kind`; 1 if there is none.

@@ -57,14 +57,44 @@ pub struct LayoutSizes {
     pub order: RankOrder,
 }
 
-/// A dense layout whose divisions are all exact.
+/// The free sizes of the expert grid: how the same ranks are divided for the weights of routed experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExpertSizes {
+    /// Tensor parallel degree of experts.
+    pub etp: u32,
+    /// Expert parallel degree: ranks over which the experts are distributed.
+    pub ep: u32,
+    /// Expert weight shards ÷ ETP.
+    pub egtp: u32,
+}
+
+impl ExpertSizes {
+    /// Experts that are cut as the dense weights are by TP, and not distributed.
+    pub const fn as_dense(tp: u32) -> Self {
+        ExpertSizes { etp: tp, ep: 1, egtp: 1 }
+    }
+}
+
+/// A layout whose divisions are all exact.
 ///
 /// Two views of the same ranks: the *weight view* (TP × GTP cut weights, configured CP × DP replicate them) and the
-/// *token view* (DP × GTP-batch hand out samples, configured CP × GTP-sequence cut sequences).
+/// *token view* (DP × GTP-batch hand out samples, configured CP × GTP-sequence cut sequences). Weights of experts have a
+/// grid of their own over these ranks: ETP × EGTP cut them, EP distributes them, EDP replicates them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "LayoutSizes", into = "LayoutSizes")]
+#[serde(try_from = "LayoutFields", into = "LayoutFields")]
 pub struct ParallelLayout {
     sizes: LayoutSizes,
+    experts: ExpertSizes,
+}
+
+/// A layout in files.
+#[derive(Serialize, Deserialize)]
+struct LayoutFields {
+    #[serde(flatten)]
+    sizes: LayoutSizes,
+    /// Left out where experts are as dense weights.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    experts: Option<ExpertSizes>,
 }
 
 /// Sizes that make no layout.
@@ -104,6 +134,24 @@ pub enum LayoutError {
         /// Their product.
         minimum: u64,
     },
+    /// One copy of the experts does not divide the world.
+    #[error(
+        "world size {world_size} is not a multiple of ETP {etp} × EP {ep} × EGTP {egtp} × PP {pp} = {minimum}"
+    )]
+    ExpertWorld {
+        /// Ranks there are.
+        world_size: u32,
+        /// Tensor parallel degree of experts.
+        etp: u32,
+        /// Expert parallel degree.
+        ep: u32,
+        /// Expert weight shards ÷ ETP.
+        egtp: u32,
+        /// Pipeline parallel degree.
+        pp: u32,
+        /// Their product.
+        minimum: u64,
+    },
     /// The older rank order cannot place sequence shards.
     #[error(
         "rank order {} has no place for {sequence_shards} sequence shards inside GTP",
@@ -140,21 +188,19 @@ impl LayoutError {
     /// How to mend it, with the choices that fit.
     pub fn help(&self) -> String {
         match self {
-            LayoutError::Zero { size } => format!("give a {size} of at least 1, or leave it out"),
+            LayoutError::Zero { size } => {
+                let article = if size.starts_with('E') { "an" } else { "a" };
+                format!("give {article} {size} of at least 1, or leave it out")
+            }
             LayoutError::SequenceShards { gtp, .. } => format!(
                 "{} sequence shards inside GTP {gtp} would fit; more pieces of a sequence than that come from CP",
                 one_of(&degrees_that_fit(*gtp, 1))
             ),
             LayoutError::World { world_size, tp, pp, cp, gtp, minimum } => {
-                let degrees = [("TP", *tp), ("PP", *pp), ("CP", *cp), ("GTP", *gtp)];
-                let mut choices = vec![format!("a world size that is a multiple of {minimum}")];
-                for (name, degree) in degrees.into_iter().filter(|(_, degree)| *degree > 1) {
-                    let fitting = degrees_that_fit(*world_size, minimum / u64::from(degree));
-                    if !fitting.is_empty() {
-                        choices.push(format!("{name} {}", one_of(&fitting)));
-                    }
-                }
-                format!("with the other sizes as they are, one of these would fit: {}", choices.join("; "))
+                choices(*world_size, *minimum, &[("TP", *tp), ("PP", *pp), ("CP", *cp), ("GTP", *gtp)])
+            }
+            LayoutError::ExpertWorld { world_size, etp, ep, egtp, pp, minimum } => {
+                choices(*world_size, *minimum, &[("ETP", *etp), ("EP", *ep), ("EGTP", *egtp), ("PP", *pp)])
             }
             LayoutError::Order { .. } => format!(
                 "leave `--rank-order` at {}, or the sequence shards at the SP degree",
@@ -163,6 +209,18 @@ impl LayoutError {
             LayoutError::TooManyRanks { .. } => "give the number of ranks that the job has".to_owned(),
         }
     }
+}
+
+/// What would fit where the product `minimum` of `degrees` does not divide `world_size`.
+fn choices(world_size: u32, minimum: u64, degrees: &[(&str, u32)]) -> String {
+    let mut choices = vec![format!("a world size that is a multiple of {minimum}")];
+    for (name, degree) in degrees.iter().filter(|(_, degree)| *degree > 1) {
+        let fitting = degrees_that_fit(world_size, minimum / u64::from(*degree));
+        if !fitting.is_empty() {
+            choices.push(format!("{name} {}", one_of(&fitting)));
+        }
+    }
+    format!("with the other sizes as they are, one of these would fit: {}", choices.join("; "))
 }
 
 /// Degrees of one more axis beside `others` that divide `world_size` exactly, ascending; none if `others` alone does not.
@@ -188,7 +246,7 @@ pub(crate) fn one_of(choices: &[u32]) -> String {
 }
 
 impl ParallelLayout {
-    /// Checks `sizes`.
+    /// Checks `sizes`. Experts are cut as dense weights are by TP.
     ///
     /// # Errors
     /// A size of zero, too many ranks, sequence shards that do not divide the GTP degree or that the rank order has no
@@ -219,7 +277,25 @@ impl ParallelLayout {
         if order != RankOrder::GtpInsideCp && gtp_sequence_shards > 1 {
             return Err(LayoutError::Order { sequence_shards: gtp_sequence_shards });
         }
-        Ok(ParallelLayout { sizes })
+        Ok(ParallelLayout { sizes, experts: ExpertSizes::as_dense(tp) })
+    }
+
+    /// The same dense grid with this expert grid.
+    ///
+    /// # Errors
+    /// A size of zero, or a world that is no multiple of one copy of the experts.
+    pub fn with_experts(self, experts: ExpertSizes) -> Result<Self, LayoutError> {
+        let ExpertSizes { etp, ep, egtp } = experts;
+        let named = [("ETP", etp), ("EP", ep), ("EGTP", egtp)];
+        if let Some((size, _)) = named.into_iter().find(|(_, value)| *value == 0) {
+            return Err(LayoutError::Zero { size });
+        }
+        let LayoutSizes { world_size, pp, .. } = self.sizes;
+        let minimum = [etp, ep, egtp, pp].iter().map(|size| u64::from(*size)).fold(1, u64::saturating_mul);
+        if !u64::from(world_size).is_multiple_of(minimum) {
+            return Err(LayoutError::ExpertWorld { world_size, etp, ep, egtp, pp, minimum });
+        }
+        Ok(ParallelLayout { experts, ..self })
     }
 
     /// One rank, all degrees 1.
@@ -235,12 +311,18 @@ impl ParallelLayout {
                 gtp_sequence_shards: 1,
                 order: RankOrder::GtpInsideCp,
             },
+            experts: ExpertSizes::as_dense(1),
         }
     }
 
-    /// The free sizes.
+    /// The free sizes of the dense grid.
     pub fn sizes(&self) -> LayoutSizes {
         self.sizes
+    }
+
+    /// The free sizes of the expert grid.
+    pub fn experts(&self) -> ExpertSizes {
+        self.experts
     }
 
     /// Ranks of this grid.
@@ -283,6 +365,12 @@ impl ParallelLayout {
         self.sizes.world_size / (self.sizes.tp * self.sizes.pp * self.sizes.cp.0 * self.sizes.gtp)
     }
 
+    /// Replicas of an expert's weight shard: what ETP, EP, EGTP and PP leave of the world.
+    pub fn edp(&self) -> u32 {
+        let ExpertSizes { etp, ep, egtp } = self.experts;
+        self.sizes.world_size / (etp * ep * egtp * self.sizes.pp)
+    }
+
     /// Ranks with different samples per (PP, TP, CP) coordinate: DP × batch shards.
     pub fn batch_parallel_size(&self) -> u32 {
         self.dp() * self.gtp_batch_shards()
@@ -298,14 +386,24 @@ impl ParallelLayout {
         RuntimeCp(self.sizes.cp.0 * self.sizes.gtp_sequence_shards)
     }
 
-    /// Sizes of all axes in the order of [`Axis`]. Layouts with equal ones have the same coordinates, whatever their rank
+    /// Sizes of all axes that ranks have coordinates on, in the order of [`Axis`]; EDP follows from them. Layouts with equal ones have the same coordinates, whatever their rank
     /// order.
-    pub fn axis_sizes(&self) -> [u32; 6] {
-        use Axis::*;
-        [Tp, Seq, Bat, Cp, Dp, Pp].map(|axis| self.grid().size(axis))
+    pub fn axis_sizes(&self) -> [u32; 9] {
+        let LayoutSizes { tp, pp, cp, gtp_sequence_shards, .. } = self.sizes;
+        let ExpertSizes { etp, ep, egtp } = self.experts;
+        [tp, gtp_sequence_shards, self.gtp_batch_shards(), cp.0, self.dp(), pp, etp, ep, egtp]
     }
 
-    /// The ranks as a grid.
+    /// The ranks as the expert grid: ETP, EP, EGTP, EDP, PP from fastest to slowest. Its pipelines are those of the dense
+    /// grid.
+    pub fn expert_grid(&self) -> Grid {
+        use Axis::{Edp, Egtp, Ep, Etp, Pp};
+        let ExpertSizes { etp, ep, egtp } = self.experts;
+        let axes = vec![(Etp, etp), (Ep, ep), (Egtp, egtp), (Edp, self.edp()), (Pp, self.pp())];
+        Grid::new(self.sizes.rank_offset, axes)
+    }
+
+    /// The ranks as the dense grid.
     pub fn grid(&self) -> Grid {
         let s = &self.sizes;
         let cp = (Axis::Cp, s.cp.0);
@@ -320,17 +418,18 @@ impl ParallelLayout {
     }
 }
 
-impl TryFrom<LayoutSizes> for ParallelLayout {
+impl TryFrom<LayoutFields> for ParallelLayout {
     type Error = LayoutError;
 
-    fn try_from(sizes: LayoutSizes) -> Result<Self, LayoutError> {
-        ParallelLayout::new(sizes)
+    fn try_from(LayoutFields { sizes, experts }: LayoutFields) -> Result<Self, LayoutError> {
+        let layout = ParallelLayout::new(sizes)?;
+        experts.map_or(Ok(layout), |experts| layout.with_experts(experts))
     }
 }
 
-impl From<ParallelLayout> for LayoutSizes {
-    fn from(layout: ParallelLayout) -> LayoutSizes {
-        layout.sizes
+impl From<ParallelLayout> for LayoutFields {
+    fn from(ParallelLayout { sizes, experts }: ParallelLayout) -> LayoutFields {
+        LayoutFields { sizes, experts: Some(experts).filter(|it| *it != ExpertSizes::as_dense(sizes.tp)) }
     }
 }
 
@@ -344,6 +443,10 @@ impl fmt::Display for ParallelLayout {
         write!(f, " · CP {} · DP {}", self.sizes.cp.0, self.dp())?;
         if self.pp() > 1 {
             write!(f, " · PP {}", self.pp())?;
+        }
+        let ExpertSizes { etp, ep, egtp } = self.experts;
+        if self.experts != ExpertSizes::as_dense(self.tp()) {
+            write!(f, " · experts: ETP {etp} · EP {ep} · EGTP {egtp} · EDP {}", self.edp())?;
         }
         write!(f, " · world {}", self.world_size())
     }

@@ -76,6 +76,7 @@ mod axis;
 mod batch;
 mod config;
 mod explain;
+mod group_options;
 mod groups;
 mod layout;
 mod placement;
@@ -90,8 +91,11 @@ pub use args::{MergedArgs, ParallelArgs, Source};
 pub use axis::{Axis, Grid};
 pub use config::{ParallelConfig, ParallelError, ParallelSettings};
 pub use explain::{Explained, Origin};
-pub use groups::{Group, GroupKind, GroupTable, MissingGroups, ProcessGroups, UnknownGroup};
-pub use layout::{ConfiguredCp, LayoutError, LayoutSizes, MAX_RANKS, ParallelLayout, RankOrder, RuntimeCp};
+pub use group_options::{GroupOptions, GroupOptionsError};
+pub use groups::{AllGatherRanks, Group, GroupKind, GroupTable, MissingGroups, ProcessGroups, UnknownGroup};
+pub use layout::{
+    ConfiguredCp, ExpertSizes, LayoutError, LayoutSizes, MAX_RANKS, ParallelLayout, RankOrder, RuntimeCp,
+};
 pub use placement::{Cut, DimPlacement, Indivisible, InvalidDim, LocalShard, Piece, Placement};
 pub use rank::{GroupRank, Rank};
 pub use region::{Region, Runs, TilingFault, paired_runs, prove_tiling};

@@ -39,13 +39,18 @@ struct DimFields {
 
 /// Groups that may share a dim out: the axes that the others leave are those of a group, whose positions then tell the
 /// copies apart.
-const CUTTING_GROUPS: [GroupKind; 6] = [
+const CUTTING_GROUPS: [GroupKind; 11] = [
     GroupKind::Tp,
     GroupKind::GtpRemat,
     GroupKind::DpCp,
     GroupKind::DpCpGtpRemat,
     GroupKind::DpGtpRemat,
     GroupKind::Pp,
+    GroupKind::Ep,
+    GroupKind::ExptTp,
+    GroupKind::ExptGtpRemat,
+    GroupKind::ExptDp,
+    GroupKind::ExptDpGtpRemat,
 ];
 
 /// Why a dim cannot be described so.
@@ -364,6 +369,15 @@ impl Placement {
     /// Which copy the rank behind `groups` holds: its position along the axes that do not cut the tensor.
     pub fn replica(&self, groups: &ProcessGroups) -> ReplicaId {
         let position = |group| if self.is_cut_over(group) { 0 } else { groups.position(group).0 };
+        // What experts hold has the axes of their grid.
+        if self.is_cut_over(GroupKind::Ep) {
+            return ReplicaId {
+                pp: 0,
+                tp: position(GroupKind::ExptTp),
+                gtp: position(GroupKind::ExptGtpRemat),
+                dp: position(GroupKind::ExptDp),
+            };
+        }
         // Where samples cut it, copies differ by their sequence piece.
         let (gtp, dp) = if self.is_cut_over(GroupKind::DpGtpRemat) {
             (0, position(GroupKind::Cp))

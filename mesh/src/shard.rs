@@ -43,11 +43,11 @@ impl From<&str> for TensorKey {
 pub struct ReplicaId {
     /// 1 for a tied weight's copy on another pipeline stage.
     pub pp: u32,
-    /// Index along TP.
+    /// Index along TP, or ETP for what experts hold.
     pub tp: u32,
-    /// Position in `gtp_remat`.
+    /// Position in `gtp_remat`, or `expt_gtp_remat`.
     pub gtp: u32,
-    /// Position in `dp_cp`; in `cp` where a tensor has one cell a lane of samples.
+    /// Position in `dp_cp`, or `expt_dp`; in `cp` where a tensor has one cell a lane of samples.
     pub dp: u32,
 }
 

@@ -1,7 +1,7 @@
 //! Resolving arguments: precedence, worked layouts, refusals with their ways out, and idempotence.
 
 use expect_test::{Expect, expect};
-use mesh::{MergedArgs, ParallelArgs, ParallelConfig, ParallelError, RankOrder, Source};
+use mesh::{ExpertSizes, MergedArgs, ParallelArgs, ParallelConfig, ParallelError, RankOrder, Source};
 use proptest::prelude::*;
 
 /// What is said most in these tests; the batch and the sequence fit every layout below.
@@ -486,6 +486,99 @@ fn sequence_parallelism_is_dropped_without_tp_and_says_so() {
     let line = explained.iter().find(|explained| explained.name == "sequence-parallel").unwrap();
     expect!["sequence-parallel off (asked for by the command line, dropped because TP is 1)"]
         .assert_eq(&line.to_string());
+}
+
+#[test]
+fn experts_are_cut_as_dense_weights_unless_something_is_said() {
+    let dense = said(args(2, false, 1, None, None)).resolve(8, 0).unwrap();
+    assert_eq!(dense.layout().experts(), ExpertSizes { etp: 2, ep: 1, egtp: 1 });
+    assert_eq!(dense.layout().edp(), 4);
+    let program = ParallelArgs { expert_model_parallel_size: Some(4), ..ParallelArgs::default() };
+    let file = ParallelArgs { expert_tensor_parallel_size: Some(1), ..ParallelArgs::default() };
+    let flags =
+        ParallelArgs { expert_tensor_parallel_num_weight_shards: Some(2), ..args(2, false, 1, None, None) };
+    let layers =
+        [(Source::ProgramDefault, program), (Source::ConfigFile, file), (Source::CommandLine, flags)];
+    let merged = ParallelArgs::merge(&layers);
+    let config = merged.resolve(8, 0).unwrap();
+    let text: Vec<String> = merged
+        .explain(&config)
+        .iter()
+        .map(ToString::to_string)
+        .filter(|line| line.contains("xpert"))
+        .collect();
+    expect![[r#"
+        expert-model-parallel-size 4 (program default)
+        expert-tensor-parallel-size 1 (configuration file)
+        expert-tensor-parallel-num-weight-shards 2 (command line)
+        EGTP degree 2 = expert weight shards 2 ÷ ETP 1
+        expert replicas 1 = world size 8 ÷ (ETP 1 × EP 4 × EGTP 2 × PP 1)"#]]
+    .assert_eq(&text.join("\n"));
+    let stored: ParallelConfig = serde_json::from_str(&serde_json::to_string(&config).unwrap()).unwrap();
+    assert_eq!(stored, config);
+    assert_eq!(said(ParallelArgs::from(&stored)).resolve(8, 0).unwrap(), config);
+    expect!["TP 2 · GTP 1 · CP 1 · DP 4 · experts: ETP 1 · EP 4 · EGTP 2 · EDP 1 · world 8"]
+        .assert_eq(&config.layout().to_string());
+}
+
+#[test]
+fn an_expert_grid_that_does_not_fit_is_refused() {
+    let one = || args(1, false, 1, None, None);
+    refused(
+        ParallelArgs { expert_model_parallel_size: Some(3), ..one() },
+        8,
+        "RM2001",
+        expect![[r#"
+            world size 8 is not a multiple of ETP 1 × EP 3 × EGTP 1 × PP 1 = 3
+            help: with the other sizes as they are, one of these would fit: a world size that is a multiple of 3; EP 1, 2, 4 or 8"#]],
+    );
+    refused(
+        ParallelArgs {
+            expert_tensor_parallel_size: Some(2),
+            expert_tensor_parallel_num_weight_shards: Some(3),
+            ..one()
+        },
+        8,
+        "RM2001",
+        expect![[r#"
+            weight shards 3 ÷ ETP 2 is not exact
+            help: `--expert-tensor-parallel-num-weight-shards` is a multiple of ETP 2; here 2, 4 or 8 would fit"#]],
+    );
+    refused(
+        ParallelArgs { expert_tensor_parallel_size: Some(0), ..one() },
+        8,
+        "RM2001",
+        expect![[r#"
+            ETP is 0; every degree is at least 1
+            help: give an ETP of at least 1, or leave it out"#]],
+    );
+    refused(
+        ParallelArgs { num_distributed_optimizer_instances: Some(2), ..args(1, false, 1, Some(2), None) },
+        8,
+        "RM2008",
+        expect![[r#"
+            2 distributed optimizer instances with GTP 2 and EGTP 1: one at most
+            help: leave out `--num-distributed-optimizer-instances`, or the weight shards beyond TP"#]],
+    );
+    refused(
+        ParallelArgs { num_distributed_optimizer_instances: Some(0), ..one() },
+        8,
+        "RM2001",
+        expect![[r#"
+            0 distributed optimizer instances do not divide the 8 weight replicas and the 8 of experts
+            help: `--num-distributed-optimizer-instances` 1, 2, 4 or 8 would fit"#]],
+    );
+    refused(
+        ParallelArgs {
+            hierarchical_context_parallel_sizes: Some(vec![2, 3]),
+            ..args(1, false, 4, None, None)
+        },
+        8,
+        "RM2001",
+        expect![[r#"
+            hierarchical context parallel sizes 2 × 3 make 6, not runtime CP 4
+            help: give `--hierarchical-context-parallel-sizes` whose product is 4, the innermost first, or leave them out"#]],
+    );
 }
 
 #[test]

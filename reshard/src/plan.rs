@@ -3,8 +3,8 @@
 
 use ckpt::Catalog;
 use mesh::{
-    Cut, DimPlacement, GroupRank, GroupTable, Indivisible, LocalShard, ParallelLayout, Placement,
-    ProcessGroups, Rank, StateKind, TensorKey,
+    Cut, DimPlacement, ExpertSizes, GroupRank, GroupTable, Indivisible, LocalShard, ParallelLayout,
+    Placement, ProcessGroups, Rank, StateKind, TensorKey,
 };
 use serde::Serialize;
 use std::collections::HashMap;
@@ -206,7 +206,7 @@ pub fn plan_layout_change(
 fn numbers(saved: &ParallelLayout, target: &ParallelLayout) -> Vec<NumberChange> {
     let number =
         |name, of: fn(&ParallelLayout) -> u32| NumberChange { name, saved: of(saved), target: of(target) };
-    vec![
+    let mut numbers = vec![
         number("world size", ParallelLayout::world_size),
         number("TP", ParallelLayout::tp),
         number("PP", ParallelLayout::pp),
@@ -217,7 +217,17 @@ fn numbers(saved: &ParallelLayout, target: &ParallelLayout) -> Vec<NumberChange>
         number("GTP sequence shards", ParallelLayout::gtp_sequence_shards),
         number("runtime CP", |layout| layout.runtime_cp().0),
         number("batch parallel size", ParallelLayout::batch_parallel_size),
-    ]
+    ];
+    let is_as_dense = |layout: &ParallelLayout| layout.experts() == ExpertSizes::as_dense(layout.tp());
+    if !is_as_dense(saved) || !is_as_dense(target) {
+        numbers.extend([
+            number("ETP", |layout| layout.experts().etp),
+            number("EP", |layout| layout.experts().ep),
+            number("EGTP", |layout| layout.experts().egtp),
+            number("expert replicas", ParallelLayout::edp),
+        ]);
+    }
+    numbers
 }
 
 fn random_streams(catalog: &Catalog, saved: &ParallelLayout, target: &ParallelLayout) -> RandomStreams {

@@ -3,8 +3,8 @@
 use crate::args::{DecayStyle, ModelArgs, NumericsArg, TrainArgs, TrainingArgs, WsdStyle};
 use crate::report::Refusal;
 use mesh::{
-    LrDecayStyle, ParallelArgs, ParallelConfig, ScheduleConfig, ScheduleError, ScheduleUnit, Warmup,
-    WeightDecayStyle, WsdShape,
+    GroupOptions, LrDecayStyle, ParallelArgs, ParallelConfig, ScheduleConfig, ScheduleError, ScheduleUnit,
+    Warmup, WeightDecayStyle, WsdShape,
 };
 use train::config::{ConfigError, ModelConfig, Numerics, OptimizerConfig, TrainConfig};
 
@@ -109,6 +109,23 @@ pub(crate) fn check_flags(args: &TrainArgs, parallel: ParallelConfig) -> Result<
         Some(error) => Err(error),
         None => Ok(()),
     }
+}
+
+/// Checks that the trainer has the process groups that were asked for.
+///
+/// # Errors
+/// Several optimizer instances, or several levels inside runtime CP.
+pub(crate) fn check_groups(groups: &GroupOptions) -> Result<(), Refusal> {
+    let refused = |flag: &str, reason: &str| {
+        Err(Refusal::usage("RM6005", format!("`--{flag}`: {reason}"), format!("leave out --{flag}")))
+    };
+    if groups.num_distributed_optimizer_instances > 1 {
+        return refused("num-distributed-optimizer-instances", "the optimizer has one instance so far");
+    }
+    if groups.hierarchical_context_parallel_sizes.len() > 1 {
+        return refused("hierarchical-context-parallel-sizes", "context parallelism has one level so far");
+    }
+    Ok(())
 }
 
 fn missing(flag: &str) -> Refusal {

@@ -83,6 +83,7 @@ fn merge(mut command: TrainCommand, output: &Output) -> anyhow::Result<Said> {
     let args = command.args.over(file);
     let world_size = resolve::world_size(args.training.nproc_per_node, merged.args());
     let parallel = merged.resolve(world_size, 0)?;
+    resolve::check_groups(&merged.resolve_groups(parallel.layout())?)?;
     if command.verbose {
         merged.explain(&parallel).iter().for_each(|line| output.note(line));
     }

@@ -113,9 +113,9 @@ fn a_collection_built_by_hand_gives_what_the_default_gives() {
     let default = Model::new("", layout, 0, 4);
     let mut by_hand = GroupTable::empty("", (0..8).map(Rank).collect());
     for kind in GroupKind::ALL.iter().copied() {
-        let groups =
+        let groups: Vec<Group> =
             default.table.groups(kind).iter().map(|group| Group::new(group.ranks().to_vec())).collect();
-        by_hand = by_hand.with(kind, Some(groups));
+        by_hand = by_hand.with(kind, (!groups.is_empty()).then_some(groups));
     }
     let by_hand = Model { table: Arc::new(by_hand), ..Model::new("", layout, 0, 4) };
     run_all(&[&default], &tokens);

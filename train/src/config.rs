@@ -1,7 +1,7 @@
 //! What a run is, resolved: no options, no defaults left to choose. Stored in every checkpoint.
 
 use crate::rng;
-use mesh::{ParallelConfig, ScheduleConfig};
+use mesh::{ExpertSizes, ParallelConfig, ScheduleConfig};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -234,6 +234,16 @@ pub enum ConfigError {
         /// Pipeline parallel degree.
         pp: u32,
     },
+    /// Experts on several ranks, which the models do not have.
+    #[error(
+        "expert parallel size {ep}, {weight_shards} expert weight shards: the trainer's models have no experts"
+    )]
+    Experts {
+        /// Expert parallel degree.
+        ep: u32,
+        /// ETP × EGTP.
+        weight_shards: u32,
+    },
     /// The leaf does not divide what a rank holds.
     #[error("a leaf of {leaf} tokens does not divide {formula} = {part}")]
     Leaf {
@@ -293,7 +303,7 @@ impl ConfigError {
             ConfigError::QueryGroups { .. } => "RM2003",
             ConfigError::Leaf { .. } => "RM2030",
             ConfigError::TpLeaves { .. } | ConfigError::TpLeavesOfModel { .. } => "RM2031",
-            ConfigError::Pipeline { .. } => "RM2032",
+            ConfigError::Pipeline { .. } | ConfigError::Experts { .. } => "RM2032",
             ConfigError::Zero { .. }
             | ConfigError::Indivisible { .. }
             | ConfigError::Probability { .. }
@@ -319,6 +329,9 @@ impl ConfigError {
             }
             ConfigError::Pipeline { .. } => {
                 "leave out --pipeline-model-parallel-size; weights of a large model are spread by --tp and --weight-shards".to_owned()
+            }
+            ConfigError::Experts { .. } => {
+                "leave out --expert-model-parallel-size and --expert-tensor-parallel-num-weight-shards".to_owned()
             }
             ConfigError::Zero { what } => format!("give `{what}` a value of at least 1"),
             ConfigError::Indivisible { what, by, divisor, .. } => {
@@ -372,6 +385,11 @@ impl TrainConfig {
         let layout = &self.parallel.layout();
         if layout.pp() != 1 {
             return Err(ConfigError::Pipeline { pp: layout.pp() });
+        }
+        // Without experts, it is all the same how TP would cut them.
+        let ExpertSizes { ep, egtp, .. } = layout.experts();
+        if ep.max(egtp) > 1 {
+            return Err(ConfigError::Experts { ep, weight_shards: self.parallel.expert_weight_shards() });
         }
         let (tp, groups) = (layout.tp(), m.num_query_groups);
         if !groups.is_multiple_of(tp as usize) {
