@@ -155,6 +155,22 @@ fn layouts_that_cannot_be_are_refused_before_anything_is_written() {
           help: leave it out: canonical numerics are the default
     "#]]
     .assert_eq(&refused("--numerics fast"));
+    // Layouts that the rules admit and the trainer does not run.
+    for flags in [
+        "--nproc-per-node 2 --ep 2",
+        "--nproc-per-node 2 --num-distributed-optimizer-instances 2",
+        "--cp 4 --hierarchical-context-parallel-sizes 2,2",
+    ] {
+        let said = refused(flags);
+        assert!(said.contains("RM2032") || said.contains("RM6005"), "{flags}: {said}");
+    }
+    expect![[r#"
+        Error: RM2001
+
+          × world size 2 is not a multiple of ETP 1 × EP 3 × EGTP 1 × PP 1 = 3
+          help: with the other sizes as they are, one of these would fit: a world size that is a multiple of 3; EP 1 or 2
+    "#]]
+    .assert_eq(&refused("--nproc-per-node 2 --ep 3"));
     // What flags alone show comes before any file is looked for.
     assert!(refused("--tp 4 --data-path nowhere").contains("RM2003"));
     assert!(refused("--cp 2 --canonical-leaf-tokens 16 --data-path nowhere").contains("RM2030"));
