@@ -11,7 +11,7 @@ mod plan;
 mod refops;
 mod view;
 
-pub use op::{Dropout, Heads, HiddenSite, Op};
+pub use op::{Center, Dropout, Heads, HiddenSite, Op};
 pub use plan::{Buffers, Lifetime, MemoryPlan, Recorder};
 pub use view::{BufId, View};
 

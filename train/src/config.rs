@@ -68,6 +68,29 @@ impl ModelConfig {
     }
 }
 
+/// What a feed-forward block computes between its two projections.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activation {
+    /// `silu(gate) · up` of twice as many inputs: gate, then up.
+    #[default]
+    Swiglu,
+    /// `x · Φ(x)`, Φ the normal distribution: GELU by the error function.
+    Gelu,
+    /// `x · (1 + tanh(√(2/π) · (x + 0.044715 · x³))) / 2`: GELU as GPT-2 has it.
+    GeluTanh,
+}
+
+impl Activation {
+    /// Inputs of each output.
+    pub fn inputs(self) -> usize {
+        match self {
+            Activation::Swiglu => 2,
+            Activation::Gelu | Activation::GeluTanh => 1,
+        }
+    }
+}
+
 /// AdamW and clipping.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OptimizerConfig {

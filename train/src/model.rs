@@ -263,7 +263,13 @@ impl Model {
         let work = &self.work;
         let table = cx.weights.acquire(cx.be, cx.comms, self.table.embedding)?;
         let first_row = self.shape.vocab_first_row as i32;
-        cx.run(Op::Embed { tokens: self.inputs.tokens, table, first_row, out: work.partial })?;
+        cx.run(Op::Embed {
+            tokens: self.inputs.tokens,
+            table,
+            first_row,
+            out: work.partial,
+            accumulate: false,
+        })?;
         reduce_tokens(cx, "embedding.reduce", work.partial, work.delta)?;
         self.hidden_dropout(cx, work.delta, 0, HiddenSite::Embedding)?;
         let mut residual = None;
@@ -333,7 +339,16 @@ impl Model {
         };
         let gamma = cx.weights.home(gamma).weight;
         let (sum, rstd) = (saved.sum, saved.rstd);
-        cx.run(Op::AddNorm { x, delta, gamma, eps: self.shape.norm_eps, sum, rstd, out: work.normed })?;
+        cx.run(Op::AddNorm {
+            x,
+            delta,
+            gamma,
+            center: None,
+            eps: self.shape.norm_eps,
+            sum,
+            rstd,
+            out: work.normed,
+        })?;
         gather_tokens(cx, site, work.normed, work.normed_full)
     }
 
@@ -346,7 +361,13 @@ impl Model {
         site: &'static str,
     ) -> Result<(), StepError> {
         let gamma = cx.weights.home(gamma).weight;
-        cx.run(Op::NormApply { sum: saved.sum, rstd: saved.rstd, gamma, out: self.work.normed })?;
+        cx.run(Op::NormApply {
+            sum: saved.sum,
+            rstd: saved.rstd,
+            gamma,
+            center: None,
+            out: self.work.normed,
+        })?;
         gather_tokens(cx, site, self.work.normed, self.work.normed_full)
     }
 
@@ -361,6 +382,7 @@ impl Model {
         Ok(cx.run(Op::NormBackward {
             d_out: self.work.d_normed,
             sum: saved.sum,
+            mean: None,
             rstd: saved.rstd,
             gamma: home.weight,
             d_sum: self.work.d_residual,

@@ -35,6 +35,39 @@ pub fn exp(x: f32) -> f32 {
     y * power(half) * power(n.wrapping_sub(half))
 }
 
+/// The standard normal distribution and density at x.
+#[derive(Clone, Copy, Debug)]
+pub struct Normal {
+    /// The integral of the density up to x: (1 + erf(x / √2)) / 2.
+    pub distribution: f32,
+    /// e^(−x²/2) / √(2π).
+    pub density: f32,
+}
+
+/// The standard normal distribution at `x`, to 2e-7 absolutely, and its density, to 6e-8. NaN stays NaN.
+///
+/// No branch, as in [`exp`]. The tail beyond |x| is e^(−x²/2) · t · P(t) with t = 1 / (1 + 0.3 |x|); P is a minimax polynomial
+/// of the tail's ratio to the rest, to 4e-9 relative on |x| ≤ 14, where the tail is no longer a number.
+#[inline(always)]
+pub fn normal(x: f32) -> Normal {
+    const RECIPROCAL_ROOT_2_PI: f32 = 0.398_942_3;
+    let magnitude = x.abs();
+    let t = 1.0 / (1.0 + 0.3 * magnitude);
+    let mut p = -0.020_612_948;
+    p = p * t + 0.112_376_43;
+    p = p * t - 0.228_069_05;
+    p = p * t + 0.191_583_75;
+    p = p * t - 0.079_249_06;
+    p = p * t + 0.096_058_756;
+    p = p * t + 0.078_425_26;
+    p = p * t + 0.110_227_39;
+    p = p * t + 0.119_572_83;
+    p = p * t + 0.119_686_63;
+    let e = exp(-0.5 * x * x);
+    let tail = e * (t * p);
+    Normal { distribution: if x > 0.0 { 1.0 - tail } else { tail }, density: e * RECIPROCAL_ROOT_2_PI }
+}
+
 /// The natural logarithm, evaluated in f64 and rounded once: within 1 ulp. 0 gives −∞, negative numbers NaN.
 pub fn ln(x: f32) -> f32 {
     if x.is_nan() || x < 0.0 {
@@ -180,6 +213,22 @@ mod tests {
         assert!(worst <= 1, "{worst} ulp");
         assert_eq!([ln(1.0), ln(0.0), ln(f32::INFINITY)], [0.0, f32::NEG_INFINITY, f32::INFINITY]);
         assert!(ln(-1.0).is_nan() && ln(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn the_normal_distribution_is_the_one_of_erfc() {
+        let mut x = -15.0f32;
+        while x < 15.0 {
+            let wide = f64::from(x);
+            let Normal { distribution, density } = normal(x);
+            let expected = 0.5 * libm::erfc(-wide * std::f64::consts::FRAC_1_SQRT_2);
+            assert!((f64::from(distribution) - expected).abs() <= 2e-7, "{distribution} at {x}: {expected}");
+            let expected = libm::exp(-0.5 * wide * wide) / (2.0 * std::f64::consts::PI).sqrt();
+            assert!((f64::from(density) - expected).abs() <= 6e-8, "{density} at {x}: {expected}");
+            x += 1.3e-4;
+        }
+        assert_eq!([f32::NEG_INFINITY, f32::INFINITY].map(|x| normal(x).distribution), [0.0, 1.0]);
+        assert!(normal(f32::NAN).distribution.is_nan() && normal(f32::NAN).density.is_nan());
     }
 
     proptest! {

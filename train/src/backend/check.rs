@@ -1,6 +1,6 @@
 //! What every operation asks of its operands, on every device.
 
-use super::{Heads, Op, View};
+use super::{Center, Heads, Op, View};
 use mesh::DType;
 use mesh::DType::{F32, I32, I64};
 
@@ -21,14 +21,15 @@ impl Op {
             NormBackward { .. } => "NormBackward",
             Linear { .. } => "Linear",
             LinearDx { .. } => "LinearDx",
+            AddBias { .. } => "AddBias",
             LinearDw { .. } => "LinearDw",
             Rope { .. } => "Rope",
             PackKv { .. } => "PackKv",
             UnpackKv { .. } => "UnpackKv",
             Attention { .. } => "Attention",
             AttentionBackward { .. } => "AttentionBackward",
-            Glu { .. } => "Glu",
-            GluBackward { .. } => "GluBackward",
+            Activate { .. } => "Activate",
+            ActivateBackward { .. } => "ActivateBackward",
             CeMax { .. } => "CeMax",
             CeSum { .. } => "CeSum",
             CeGrad { .. } => "CeGrad",
@@ -68,6 +69,12 @@ impl Op {
                 "{name}: {what} of {part} does not divide {whole}"
             );
         };
+        let is_center = |center: Option<Center>, rows: usize, cols: usize| {
+            if let Some(Center { mean, beta }) = center {
+                is("mean", mean, F32, rows, 1);
+                is("beta", beta, F32, 1, cols);
+            }
+        };
         match *self {
             Zero { dst } => is("dst", dst, dst.dtype, dst.rows, dst.cols),
             Copy { src, dst } => {
@@ -97,35 +104,47 @@ impl Op {
                 is("d_out", d_out, F32, d_out.rows, d_out.cols);
                 is("acc", acc, I64, acc.rows, d_out.cols);
             }
-            AddNorm { x, delta, gamma, sum, rstd, out, .. } => {
+            AddNorm { x, delta, gamma, center, sum, rstd, out, .. } => {
                 is("x", x, F32, x.rows, x.cols);
                 if let Some(delta) = delta {
                     is("delta", delta, F32, x.rows, x.cols);
                 }
                 is("gamma", gamma, F32, 1, x.cols);
+                is_center(center, x.rows, x.cols);
                 is("sum", sum, F32, x.rows, x.cols);
                 is("rstd", rstd, F32, x.rows, 1);
                 is("out", out, F32, x.rows, x.cols);
             }
-            NormApply { sum, rstd, gamma, out } => {
+            NormApply { sum, rstd, gamma, center, out } => {
                 is("sum", sum, F32, sum.rows, sum.cols);
                 is("rstd", rstd, F32, sum.rows, 1);
                 is("gamma", gamma, F32, 1, sum.cols);
+                is_center(center, sum.rows, sum.cols);
                 is("out", out, F32, sum.rows, sum.cols);
             }
-            NormBackward { d_out, sum, rstd, gamma, d_sum, d_gamma, leaf, .. } => {
+            NormBackward { d_out, sum, mean, rstd, gamma, d_sum, d_gamma, leaf, .. } => {
                 is("sum", sum, F32, sum.rows, sum.cols);
                 is("d_out", d_out, F32, sum.rows, sum.cols);
+                if let Some(mean) = mean {
+                    is("mean", mean, F32, sum.rows, 1);
+                }
                 is("rstd", rstd, F32, sum.rows, 1);
                 is("gamma", gamma, F32, 1, sum.cols);
                 is("d_sum", d_sum, F32, sum.rows, sum.cols);
                 is("d_gamma", d_gamma, I64, 1, sum.cols);
                 divides("a leaf", leaf, sum.rows);
             }
-            Linear { x, w, out, .. } => {
+            Linear { x, w, bias, out, .. } => {
                 is("x", x, F32, x.rows, x.cols);
                 is("w", w, F32, w.rows, x.cols);
+                if let Some(bias) = bias {
+                    is("bias", bias, F32, 1, w.rows);
+                }
                 is("out", out, F32, x.rows, w.rows);
+            }
+            AddBias { bias, x } => {
+                is("bias", bias, F32, 1, x.cols);
+                is("x", x, F32, x.rows, x.cols);
             }
             LinearDx { d_out, w, d_x, .. } => {
                 is("d_out", d_out, F32, d_out.rows, d_out.cols);
@@ -189,14 +208,14 @@ impl Op {
                 is("d_kv", d_kv, I64, kv.rows, heads.kv_cols());
                 attention_divides(&divides, heads, rows, kv.rows, batch, leaf);
             }
-            Glu { gate_up, out } => {
-                is("gate_up", gate_up, F32, out.rows, 2 * out.cols);
+            Activate { activation, x, out } => {
+                is("x", x, F32, out.rows, activation.inputs() * out.cols);
                 is("out", out, F32, out.rows, out.cols);
             }
-            GluBackward { d_out, gate_up, d_gate_up } => {
+            ActivateBackward { activation, d_out, x, d_x } => {
                 is("d_out", d_out, F32, d_out.rows, d_out.cols);
-                is("gate_up", gate_up, F32, d_out.rows, 2 * d_out.cols);
-                is("d_gate_up", d_gate_up, F32, d_out.rows, 2 * d_out.cols);
+                is("x", x, F32, d_out.rows, activation.inputs() * d_out.cols);
+                is("d_x", d_x, F32, d_out.rows, activation.inputs() * d_out.cols);
             }
             CeMax { logits, valid, max } => {
                 is("logits", logits, F32, logits.rows, logits.cols);
@@ -223,8 +242,8 @@ impl Op {
                 assert!(valid <= logits.cols, "{name}: {valid} valid columns of {}", logits.cols);
             }
             SumRows { x, acc, leaf, .. } => {
-                is("x", x, F32, x.rows, 1);
-                is("acc", acc, I64, 1, 1);
+                is("x", x, F32, x.rows, x.cols);
+                is("acc", acc, I64, 1, x.cols);
                 divides("a leaf", leaf, x.rows);
             }
             Dropout { x, samples, positions, dropout, .. } => {

@@ -1,11 +1,11 @@
 //! The CPU backend: one thread, one arena an element type, and canonical numerics: whatever rows, columns, leaves and
 //! heads an operation is cut into, the bits are the same.
 
+mod activation;
 mod arena;
 mod attention;
 mod fixed;
 mod gemm;
-mod glu;
 mod linear;
 mod loss;
 mod matrix;
@@ -17,7 +17,7 @@ mod tests;
 #[cfg(debug_assertions)]
 mod validity;
 
-use super::{Backend, BackendError, MemoryPlan, Op, View};
+use super::{Backend, BackendError, Center, MemoryPlan, Op, View};
 use arena::Arena;
 use fixed::FixedPoint;
 use matrix::{Matrix, MatrixMut};
@@ -145,10 +145,10 @@ impl Backend for CpuBackend {
                     }
                 }
             }
-            Op::Embed { tokens, table, first_row, out } => {
+            Op::Embed { tokens, table, first_row, out, accumulate } => {
                 let ([], [tokens]) = self.i32s.borrow([], [tokens]);
                 let ([out], [table]) = self.f32s.borrow([out], [table]);
-                rows::embed(tokens, table, first_row, out);
+                rows::embed(tokens, table, first_row, out, accumulate);
             }
             Op::EmbedBackward { tokens, d_out, first_row, acc, leaf, bits } => {
                 let mut fixed = FixedPoint::new(bits);
@@ -159,7 +159,7 @@ impl Backend for CpuBackend {
                 // Tokens are added one by one where others add leaves.
                 self.note_peak(fixed.peak() * leaf as f32);
             }
-            Op::AddNorm { x, delta, gamma, eps, sum, rstd, out } => {
+            Op::AddNorm { x, delta, gamma, center, eps, sum, rstd, out } => {
                 if x != sum {
                     let ([sum], [x]) = self.f32s.borrow([sum], [x]);
                     rows::copy(x, sum);
@@ -168,25 +168,51 @@ impl Backend for CpuBackend {
                     let ([sum], [delta]) = self.f32s.borrow([sum], [delta]);
                     rows::add(delta, sum);
                 }
-                let ([rstd, out], [sum, gamma]) = self.f32s.borrow([rstd, out], [sum, gamma]);
-                norm::norm(sum, gamma, eps, rstd, out);
+                match center {
+                    None => {
+                        let ([rstd, out], [sum, gamma]) = self.f32s.borrow([rstd, out], [sum, gamma]);
+                        norm::norm(sum, gamma, None, eps, rstd, out);
+                    }
+                    Some(Center { mean, beta }) => {
+                        let ([mean, rstd, out], [sum, gamma, beta]) =
+                            self.f32s.borrow([mean, rstd, out], [sum, gamma, beta]);
+                        norm::norm(sum, gamma, Some((mean, beta)), eps, rstd, out);
+                    }
+                }
             }
-            Op::NormApply { sum, rstd, gamma, out } => {
-                let ([out], [sum, rstd, gamma]) = self.f32s.borrow([out], [sum, rstd, gamma]);
-                norm::apply(sum, rstd, gamma, out);
-            }
-            Op::NormBackward { d_out, sum, rstd, gamma, d_sum, accumulate, d_gamma, leaf, bits } => {
+            Op::NormApply { sum, rstd, gamma, center, out } => match center {
+                None => {
+                    let ([out], [sum, rstd, gamma]) = self.f32s.borrow([out], [sum, rstd, gamma]);
+                    norm::apply(sum, rstd, gamma, None, out);
+                }
+                Some(Center { mean, beta }) => {
+                    let ([out], [sum, rstd, gamma, mean, beta]) =
+                        self.f32s.borrow([out], [sum, rstd, gamma, mean, beta]);
+                    norm::apply(sum, rstd, gamma, Some((mean, beta)), out);
+                }
+            },
+            Op::NormBackward { d_out, sum, mean, rstd, gamma, d_sum, accumulate, d_gamma, leaf, bits } => {
                 let mut fixed = FixedPoint::new(bits);
-                let ([d_sum], [d_out, sum, rstd, gamma]) =
-                    self.f32s.borrow([d_sum], [d_out, sum, rstd, gamma]);
+                // Reads may overlap: without a mean any view stands in its place.
+                let ([d_sum], [d_out, sum, rstd, gamma, center]) =
+                    self.f32s.borrow([d_sum], [d_out, sum, rstd, gamma, mean.unwrap_or(rstd)]);
                 let ([d_gamma], []) = self.i64s.borrow([d_gamma], []);
-                norm::backward_sum(d_out, sum, rstd, gamma, d_sum, accumulate, &mut self.scratch);
-                norm::backward_gamma(d_out, sum, rstd, d_gamma, leaf, &mut fixed, &mut self.scratch);
+                let x = norm::Normed { x: sum, mean: mean.map(|_| center), rstd };
+                norm::backward_sum(d_out, x, gamma, d_sum, accumulate, &mut self.scratch);
+                norm::backward_gamma(d_out, x, d_gamma, leaf, &mut fixed, &mut self.scratch);
                 self.note_peak(fixed.peak());
             }
-            Op::Linear { x, w, out, accumulate } => {
-                let ([out], [x, w]) = self.f32s.borrow([out], [x, w]);
-                gemm::gemm(gemm::Factor::new(x), gemm::Factor::transposed(w), out, accumulate);
+            Op::Linear { x, w, bias, out, accumulate } => {
+                let ([product], [x, w]) = self.f32s.borrow([out], [x, w]);
+                gemm::gemm(gemm::Factor::new(x), gemm::Factor::transposed(w), product, accumulate);
+                if let Some(bias) = bias {
+                    let ([out], [bias]) = self.f32s.borrow([out], [bias]);
+                    rows::add_bias(bias, out);
+                }
+            }
+            Op::AddBias { bias, x } => {
+                let ([x], [bias]) = self.f32s.borrow([x], [bias]);
+                rows::add_bias(bias, x);
             }
             Op::LinearDx { d_out, w, d_x, accumulate } => {
                 let ([d_x], [d_out, w]) = self.f32s.borrow([d_x], [d_out, w]);
@@ -260,13 +286,13 @@ impl Backend for CpuBackend {
                 call.backward(result, d_out, d_qkv, d_kv, &mut fixed, &mut self.scratch);
                 self.note_peak(fixed.peak());
             }
-            Op::Glu { gate_up, out } => {
-                let ([out], [gate_up]) = self.f32s.borrow([out], [gate_up]);
-                glu::forward(gate_up, out);
+            Op::Activate { activation, x, out } => {
+                let ([out], [x]) = self.f32s.borrow([out], [x]);
+                activation::forward(activation, x, out);
             }
-            Op::GluBackward { d_out, gate_up, d_gate_up } => {
-                let ([d_gate_up], [d_out, gate_up]) = self.f32s.borrow([d_gate_up], [d_out, gate_up]);
-                glu::backward(d_out, gate_up, d_gate_up);
+            Op::ActivateBackward { activation, d_out, x, d_x } => {
+                let ([d_x], [d_out, x]) = self.f32s.borrow([d_x], [d_out, x]);
+                activation::backward(activation, d_out, x, d_x);
             }
             Op::CeMax { logits, valid, max } => {
                 let ([max], [logits]) = self.f32s.borrow([max], [logits]);
@@ -289,7 +315,7 @@ impl Backend for CpuBackend {
                 let mut fixed = FixedPoint::new(bits);
                 let ([], [x]) = self.f32s.borrow([], [x]);
                 let ([acc], []) = self.i64s.borrow([acc], []);
-                rows::sum_rows(x, acc, leaf, &mut fixed);
+                rows::sum_rows(x, acc, leaf, &mut fixed, &mut self.scratch);
                 self.note_peak(fixed.peak());
             }
             Op::Dropout { x, samples, positions, dropout, site } => {

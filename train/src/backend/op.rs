@@ -7,6 +7,7 @@
 //! leaves they are added in fixed point, so any division of the rows gives the same bits.
 
 use super::View;
+use crate::config::Activation;
 
 /// One operation. Outputs are overwritten unless the field says otherwise.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -23,23 +24,35 @@ pub enum Op {
     /// `dst[i] = src[index[i]]`, any type; a negative index gives a row of zeros. `index`: I32 `[n, 1]`.
     GatherRows { src: View, index: View, dst: View },
 
-    /// `out[t] = table[tokens[t] - first_row]`, plus +0; zeros for tokens outside the shard.
-    /// `tokens`: I32 `[M, 1]`; `table`: `[Vl, h]`; `out`: `[M, h]`.
-    Embed { tokens: View, table: View, first_row: i32, out: View },
+    /// `out[t] (+)= table[tokens[t] - first_row]`, plus +0; zeros for tokens outside the shard.
+    /// `tokens`: I32 `[M, 1]`; `table`: `[Vl, h]`; `out`: `[M, h]`. A table of positions is one, too.
+    Embed { tokens: View, table: View, first_row: i32, out: View, accumulate: bool },
     /// `acc[tokens[t] - first_row] += d_out[t]`, token by token: against the range of fixed point a token counts as much as a
     /// whole leaf. `acc`: I64 `[Vl, h]`.
     EmbedBackward { tokens: View, d_out: View, first_row: i32, acc: View, leaf: usize, bits: u32 },
 
-    /// `sum = x + delta`; `rstd[t] = 1 / sqrt(mean(sum[t]²) + eps)`; `out = sum · rstd · gamma` (RMSNorm).
+    /// `sum = x + delta`; `rstd[t] = 1 / sqrt(mean(sum[t]²) + eps)`; `out = sum · rstd · gamma` (RMSNorm). With `center`
+    /// (LayerNorm) `mean[t] = mean(sum[t])`, `sum − mean` stands for `sum` in both formulas, and `beta` is added to `out`.
     /// `x`, `delta`, `sum`, `out`: `[M, h]`; `gamma`: `[1, h]`; `rstd`: `[M, 1]`. `sum` may be `x`.
-    AddNorm { x: View, delta: Option<View>, gamma: View, eps: f32, sum: View, rstd: View, out: View },
-    /// `out = sum · rstd · gamma`: the output of `AddNorm` once more.
-    NormApply { sum: View, rstd: View, gamma: View, out: View },
-    /// Backward of the norm: `d_sum (+)= …`, `d_gamma += Σ d_out · sum · rstd`. `d_gamma`: I64 `[1, h]`.
-    /// `accumulate` adds to `d_sum` instead of overwriting it.
+    AddNorm {
+        x: View,
+        delta: Option<View>,
+        gamma: View,
+        center: Option<Center>,
+        eps: f32,
+        sum: View,
+        rstd: View,
+        out: View,
+    },
+    /// The output of `AddNorm` once more, from its `sum`, `rstd` and `mean`.
+    NormApply { sum: View, rstd: View, gamma: View, center: Option<Center>, out: View },
+    /// Backward of the norm: `d_sum (+)= …`, `d_gamma += Σ d_out · (sum − mean) · rstd`; no `mean` is RMSNorm.
+    /// `mean`: `[M, 1]`; `d_gamma`: I64 `[1, h]`. `accumulate` adds to `d_sum` instead of overwriting it. The gradient of
+    /// `beta` is `SumRows` of `d_out`.
     NormBackward {
         d_out: View,
         sum: View,
+        mean: Option<View>,
         rstd: View,
         gamma: View,
         d_sum: View,
@@ -49,8 +62,11 @@ pub enum Op {
         bits: u32,
     },
 
-    /// `out (+)= x · wᵀ`. `x`: `[M, K]`; `w`: `[N, K]`; `out`: `[M, N]`. Views may be strided.
-    Linear { x: View, w: View, out: View, accumulate: bool },
+    /// `out (+)= x · wᵀ (+ bias)`, the product rounded before the bias is added.
+    /// `x`: `[M, K]`; `w`: `[N, K]`; `bias`: `[1, N]`; `out`: `[M, N]`. Views may be strided.
+    Linear { x: View, w: View, bias: Option<View>, out: View, accumulate: bool },
+    /// `x[t] += bias`. `x`: `[M, N]`; `bias`: `[1, N]`. Its gradient is `SumRows`.
+    AddBias { bias: View, x: View },
     /// `d_x (+)= d_out · w`. `d_out`: `[M, N]`; `w`: `[N, K]`; `d_x`: `[M, K]`.
     LinearDx { d_out: View, w: View, d_x: View, accumulate: bool },
     /// `acc += d_outᵀ · x`, leaf by leaf. `acc`: I64 `[N, K]`.
@@ -100,10 +116,11 @@ pub enum Op {
         first_head: u32,
     },
 
-    /// SwiGLU: `out = silu(gate) · up`. `gate_up`: `[M, 2f]`, gate then up; `out`: `[M, f]`.
-    Glu { gate_up: View, out: View },
-    /// Backward of SwiGLU. `d_gate_up`: `[M, 2f]`.
-    GluBackward { d_out: View, gate_up: View, d_gate_up: View },
+    /// What lies between the two projections of a feed-forward block, by formula of [`Activation`].
+    /// `x`: `[M, f]`, or for SwiGLU `[M, 2f]`, gate then up; `out`: `[M, f]`.
+    Activate { activation: Activation, x: View, out: View },
+    /// Its backward. `d_x`: as `x`.
+    ActivateBackward { activation: Activation, d_out: View, x: View, d_x: View },
 
     /// `max[t]` over the first `valid` columns of `logits[t]`; −∞ if `valid` is 0. `logits`: `[M, Vl]`; `max`: `[M, 1]`.
     CeMax { logits: View, valid: usize, max: View },
@@ -133,7 +150,7 @@ pub enum Op {
         valid: usize,
         loss: View,
     },
-    /// `acc += Σ x`, leaf by leaf. `x`: `[M, 1]`; `acc`: I64 `[1, 1]`.
+    /// `acc += Σ x` over rows, leaf by leaf: sums of losses, gradients of biases. `x`: `[M, N]`; `acc`: I64 `[1, N]`.
     SumRows { x: View, acc: View, leaf: usize, bits: u32 },
 
     /// In place: keeps an element when its random word is ≥ ⌊p·2³²⌋ and scales it by 1/(1 − p), else 0. The same operation
@@ -161,6 +178,15 @@ pub enum Op {
         correction1: f32,
         correction2: f32,
     },
+}
+
+/// What LayerNorm has beside RMSNorm.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Center {
+    /// Mean of each row, `[M, 1]`: written by `AddNorm`, read by `NormApply`.
+    pub mean: View,
+    /// Added to the output, `[1, h]`.
+    pub beta: View,
 }
 
 /// How the columns of `qkv` are divided: per group, q query heads, then a key head, then a value head.
@@ -242,20 +268,30 @@ impl Op {
             Copy { src, dst } => (vec![src], vec![dst]),
             Add { src, dst } | AddFixed { src, dst } => (vec![src, dst], vec![dst]),
             GatherRows { src, index, dst } => (vec![src, index], vec![dst]),
-            Embed { tokens, table, out, .. } => (vec![tokens, table], vec![out]),
-            EmbedBackward { tokens, d_out, acc, .. } => (vec![tokens, d_out, acc], vec![acc]),
-            AddNorm { x, delta, gamma, sum, rstd, out, .. } => {
-                (delta.into_iter().chain([x, gamma]).collect(), vec![sum, rstd, out])
+            Embed { tokens, table, out, accumulate, .. } => {
+                ([tokens, table].into_iter().chain(accumulate.then_some(out)).collect(), vec![out])
             }
-            NormApply { sum, rstd, gamma, out } => (vec![sum, rstd, gamma], vec![out]),
-            NormBackward { d_out, sum, rstd, gamma, d_sum, accumulate, d_gamma, .. } => {
+            EmbedBackward { tokens, d_out, acc, .. } => (vec![tokens, d_out, acc], vec![acc]),
+            AddNorm { x, delta, gamma, center, sum, rstd, out, .. } => {
+                let beta = center.map(|center| center.beta);
+                let mean = center.map(|center| center.mean);
+                let reads = [x, gamma].into_iter().chain(delta).chain(beta);
+                (reads.collect(), [sum, rstd, out].into_iter().chain(mean).collect())
+            }
+            NormApply { sum, rstd, gamma, center, out } => {
+                let center = center.map(|Center { mean, beta }| [mean, beta]);
+                ([sum, rstd, gamma].into_iter().chain(center.into_iter().flatten()).collect(), vec![out])
+            }
+            NormBackward { d_out, sum, mean, rstd, gamma, d_sum, accumulate, d_gamma, .. } => {
                 let mut reads = vec![d_out, sum, rstd, gamma, d_gamma];
+                reads.extend(mean);
                 reads.extend(accumulate.then_some(d_sum));
                 (reads, vec![d_sum, d_gamma])
             }
-            Linear { x, w, out, accumulate } => {
-                ([x, w].into_iter().chain(accumulate.then_some(out)).collect(), vec![out])
+            Linear { x, w, bias, out, accumulate } => {
+                ([x, w].into_iter().chain(bias).chain(accumulate.then_some(out)).collect(), vec![out])
             }
+            AddBias { bias, x } => (vec![bias, x], vec![x]),
             LinearDx { d_out, w, d_x, accumulate } => {
                 ([d_out, w].into_iter().chain(accumulate.then_some(d_x)).collect(), vec![d_x])
             }
@@ -269,8 +305,8 @@ impl Op {
             AttentionBackward { qkv, kv, positions, samples, out, lse, d_out, d_qkv, d_kv, .. } => {
                 (vec![qkv, kv, positions, samples, out, lse, d_out, d_kv], vec![d_qkv, d_kv])
             }
-            Glu { gate_up, out } => (vec![gate_up], vec![out]),
-            GluBackward { d_out, gate_up, d_gate_up } => (vec![d_out, gate_up], vec![d_gate_up]),
+            Activate { x, out, .. } => (vec![x], vec![out]),
+            ActivateBackward { d_out, x, d_x, .. } => (vec![d_out, x], vec![d_x]),
             CeMax { logits, max, .. } => (vec![logits], vec![max]),
             CeSum { logits, max, target, sum, picked, .. } => (vec![logits, max, target], vec![sum, picked]),
             CeGrad { logits, max, sum, picked, target, weight, loss, .. } => {

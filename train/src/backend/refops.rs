@@ -1,6 +1,7 @@
 //! Every operation again, naive, in f64: what tests compare with.
 
 use super::Heads;
+use crate::config::Activation;
 
 /// A row-major matrix.
 #[derive(Clone, Debug)]
@@ -68,6 +69,27 @@ pub(crate) fn embed_backward(tokens: &[i32], d_out: &Mat, first_row: i32, rows: 
     d_table
 }
 
+/// `x[t] + bias`.
+pub(crate) fn add_bias(x: &Mat, bias: &Mat) -> Mat {
+    Mat::from_fn(x.rows, x.cols, |row, col| x[(row, col)] + bias[(0, col)])
+}
+
+/// Sums over rows, `[1, cols]`.
+pub(crate) fn sum_rows(x: &Mat) -> Mat {
+    Mat::from_fn(1, x.cols, |_, col| (0..x.rows).map(|row| x[(row, col)]).sum())
+}
+
+/// Mean of each row, `[rows, 1]`.
+pub(crate) fn mean(x: &Mat) -> Mat {
+    Mat::from_fn(x.rows, 1, |row, _| (0..x.cols).map(|col| x[(row, col)]).sum::<f64>() / x.cols as f64)
+}
+
+/// `x` less the mean of its row.
+pub(crate) fn center(x: &Mat) -> Mat {
+    let mean = mean(x);
+    Mat::from_fn(x.rows, x.cols, |row, col| x[(row, col)] - mean[(row, 0)])
+}
+
 /// 1 / rms of each row.
 pub(crate) fn rstd(x: &Mat, eps: f64) -> Mat {
     Mat::from_fn(x.rows, 1, |row, _| {
@@ -80,6 +102,18 @@ pub(crate) fn rstd(x: &Mat, eps: f64) -> Mat {
 pub(crate) fn norm(x: &Mat, gamma: &Mat, eps: f64) -> Mat {
     let rstd = rstd(x, eps);
     Mat::from_fn(x.rows, x.cols, |row, col| x[(row, col)] * rstd[(row, 0)] * gamma[(0, col)])
+}
+
+/// LayerNorm.
+pub(crate) fn layer_norm(x: &Mat, gamma: &Mat, beta: &Mat, eps: f64) -> Mat {
+    add_bias(&norm(&center(x), gamma, eps), beta)
+}
+
+/// Gradients of `x` and `gamma`; that of `beta` is `sum_rows` of `d_out`.
+pub(crate) fn layer_norm_backward(d_out: &Mat, x: &Mat, gamma: &Mat, eps: f64) -> (Mat, Mat) {
+    let (d_centered, d_gamma) = norm_backward(d_out, &center(x), gamma, eps);
+    // Centering is its own transpose.
+    (center(&d_centered), d_gamma)
 }
 
 /// Gradients of `x` and `gamma`.
@@ -217,20 +251,47 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-pub(crate) fn glu(gate_up: &Mat) -> Mat {
-    let f = gate_up.cols / 2;
-    Mat::from_fn(gate_up.rows, f, |row, col| {
-        let gate = gate_up[(row, col)];
-        gate * sigmoid(gate) * gate_up[(row, f + col)]
+/// tanh of what the tanh form of GELU takes it of, and the derivative of that argument.
+fn gelu_tanh(x: f64) -> (f64, f64) {
+    let scale = (2.0 / std::f64::consts::PI).sqrt();
+    ((scale * (x + 0.044_715 * x.powi(3))).tanh(), scale * (1.0 + 3.0 * 0.044_715 * x * x))
+}
+
+/// The normal distribution.
+fn phi(x: f64) -> f64 {
+    0.5 * libm::erfc(-x * std::f64::consts::FRAC_1_SQRT_2)
+}
+
+pub(crate) fn activate(activation: Activation, x: &Mat) -> Mat {
+    let f = x.cols / activation.inputs();
+    Mat::from_fn(x.rows, f, |row, col| {
+        let value = x[(row, col)];
+        match activation {
+            Activation::Swiglu => value * sigmoid(value) * x[(row, f + col)],
+            Activation::Gelu => value * phi(value),
+            Activation::GeluTanh => value * (1.0 + gelu_tanh(value).0) / 2.0,
+        }
     })
 }
 
-pub(crate) fn glu_backward(d_out: &Mat, gate_up: &Mat) -> Mat {
-    let f = gate_up.cols / 2;
-    Mat::from_fn(gate_up.rows, gate_up.cols, |row, col| {
-        let (gate, up) = (gate_up[(row, col % f)], gate_up[(row, f + col % f)]);
-        let s = sigmoid(gate);
-        let factor = if col < f { up * s * (1.0 + gate * (1.0 - s)) } else { gate * s };
+pub(crate) fn activate_backward(activation: Activation, d_out: &Mat, x: &Mat) -> Mat {
+    let f = d_out.cols;
+    Mat::from_fn(x.rows, x.cols, |row, col| {
+        let value = x[(row, col % f)];
+        let factor = match activation {
+            Activation::Swiglu if col < f => {
+                let s = sigmoid(value);
+                x[(row, f + col)] * s * (1.0 + value * (1.0 - s))
+            }
+            Activation::Swiglu => value * sigmoid(value),
+            Activation::Gelu => {
+                phi(value) + value * (-0.5 * value * value).exp() / (2.0 * std::f64::consts::PI).sqrt()
+            }
+            Activation::GeluTanh => {
+                let (tanh, slope) = gelu_tanh(value);
+                (1.0 + tanh + value * (1.0 - tanh * tanh) * slope) / 2.0
+            }
+        };
         d_out[(row, col % f)] * factor
     })
 }
@@ -309,6 +370,16 @@ mod tests {
     }
 
     #[test]
+    fn of_the_norm_about_the_mean() {
+        let [x, d_out] = ["x", "d"].map(|name| random(name, 3, 7));
+        let [gamma, beta] = ["gamma", "beta"].map(|name| random(name, 1, 7));
+        let (d_x, d_gamma) = layer_norm_backward(&d_out, &x, &gamma, 1e-5);
+        check(&x, &d_out, &d_x, |x| layer_norm(x, &gamma, &beta, 1e-5));
+        check(&gamma, &d_out, &d_gamma, |gamma| layer_norm(&x, gamma, &beta, 1e-5));
+        check(&beta, &d_out, &sum_rows(&d_out), |beta| layer_norm(&x, &gamma, beta, 1e-5));
+    }
+
+    #[test]
     fn of_rotary_positions() {
         let heads = Heads { groups: 2, queries_per_group: 2, head_dim: 4 };
         let (qkv, d_out) = (random("qkv", 2, heads.qkv_cols()), random("d", 2, heads.qkv_cols()));
@@ -330,9 +401,11 @@ mod tests {
     }
 
     #[test]
-    fn of_swiglu() {
-        let (gate_up, d_out) = (random("gate_up", 2, 6), random("d", 2, 3));
-        check(&gate_up, &d_out, &glu_backward(&d_out, &gate_up), glu);
+    fn of_activations() {
+        for activation in [Activation::Swiglu, Activation::Gelu, Activation::GeluTanh] {
+            let (x, d_out) = (random("x", 2, 3 * activation.inputs()), random("d", 2, 3));
+            check(&x, &d_out, &activate_backward(activation, &d_out, &x), |x| activate(activation, x));
+        }
     }
 
     #[test]

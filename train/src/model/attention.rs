@@ -59,7 +59,7 @@ impl Attention {
         let Model { shape, inputs, work, .. } = model;
         let heads = shape.heads;
         let w = cx.weights.acquire(cx.be, cx.comms, params.qkv)?;
-        cx.run(Op::Linear { x: work.normed_full, w, out: saved.qkv, accumulate: false })?;
+        cx.run(Op::Linear { x: work.normed_full, w, bias: None, out: saved.qkv, accumulate: false })?;
         let (positions, table) = (inputs.positions, inputs.rope_table);
         cx.run(Op::Rope { qkv: saved.qkv, positions, table, heads, inverse: false })?;
         self.kv.gather(cx, "attention.gather_kv", saved.qkv, heads)?;
@@ -83,6 +83,7 @@ impl Attention {
             be.run(Op::Linear {
                 x: saved.out.col_range(lo, hi),
                 w: w.col_range(lo, hi),
+                bias: None,
                 out,
                 accumulate: false,
             })

@@ -41,7 +41,7 @@ impl Loss {
         let (leaf, bits) = (shape.leaf, shape.grad_bits);
 
         let w = cx.weights.acquire(cx.be, cx.comms, table.output)?;
-        cx.run(Op::Linear { x, w, out: logits, accumulate: false })?;
+        cx.run(Op::Linear { x, w, bias: None, out: logits, accumulate: false })?;
         cx.run(Op::CeMax { logits, valid, max: self.max })?;
         over_tp(cx, "loss.max", Reduce::Max, self.max)?;
         let (max, sum, picked) = (self.max, self.sum, self.picked);

@@ -2,6 +2,7 @@
 
 use super::{LocalShape, Model, params::LayerParams};
 use crate::backend::{Buffers, Lifetime, Op, View};
+use crate::config::Activation;
 use crate::parallel::tensor::sum_blocks;
 use crate::parallel::{Cx, StepError};
 use mesh::DType;
@@ -48,14 +49,14 @@ impl Mlp {
     ) -> Result<(), StepError> {
         let Model { shape, work, .. } = model;
         let w = cx.weights.acquire(cx.be, cx.comms, params.fc1)?;
-        cx.run(Op::Linear { x: work.normed_full, w, out: saved.gate_up, accumulate: false })?;
-        cx.run(Op::Glu { gate_up: saved.gate_up, out: self.activation })?;
+        cx.run(Op::Linear { x: work.normed_full, w, bias: None, out: saved.gate_up, accumulate: false })?;
+        cx.run(Op::Activate { activation: Activation::Swiglu, x: saved.gate_up, out: self.activation })?;
         let w = cx.weights.acquire(cx.be, cx.comms, params.fc2)?;
         let cols = shape.ffn / shape.blocks;
         Ok(sum_blocks(cx.be, 0..shape.blocks, work.partial, &work.tree, &mut |be, block, out| {
             let (lo, hi) = (block * cols, (block + 1) * cols);
             let (x, w) = (self.activation.col_range(lo, hi), w.col_range(lo, hi));
-            be.run(Op::Linear { x, w, out, accumulate: false })
+            be.run(Op::Linear { x, w, bias: None, out, accumulate: false })
         })?)
     }
 
@@ -71,7 +72,7 @@ impl Mlp {
         let d_block = work.d_delta_full;
         let w = cx.weights.acquire(cx.be, cx.comms, params.fc2)?;
         cx.run(Op::LinearDx { d_out: d_block, w, d_x: self.d_activation, accumulate: false })?;
-        cx.run(Op::Glu { gate_up: saved.gate_up, out: self.activation })?;
+        cx.run(Op::Activate { activation: Activation::Swiglu, x: saved.gate_up, out: self.activation })?;
         let (x, leaf, bits) = (self.activation, shape.leaf, shape.grad_bits);
         cx.weights.add_grad(cx.be, cx.comms, params.fc2, |acc| Op::LinearDw {
             d_out: d_block,
@@ -81,7 +82,12 @@ impl Mlp {
             bits,
         })?;
         let (d_out, gate_up) = (self.d_activation, saved.gate_up);
-        Ok(cx.run(Op::GluBackward { d_out, gate_up, d_gate_up: self.d_gate_up })?)
+        Ok(cx.run(Op::ActivateBackward {
+            activation: Activation::Swiglu,
+            d_out,
+            x: gate_up,
+            d_x: self.d_gate_up,
+        })?)
     }
 
     /// From there to `work.d_normed_partial`; the fused weight's gradient, with its input in `work.normed_full`.

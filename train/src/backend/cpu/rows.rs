@@ -2,7 +2,7 @@
 
 use super::fixed::FixedPoint;
 use super::gemm::widest;
-use super::{Matrix, MatrixMut};
+use super::{Matrix, MatrixMut, scratch};
 use crate::backend::{Dropout, HiddenSite};
 use crate::rng::DropoutRow;
 use bytemuck::Pod;
@@ -60,10 +60,13 @@ pub(super) fn embed(
     table: Matrix<'_, f32>,
     first_row: i32,
     mut out: MatrixMut<'_, f32>,
+    accumulate: bool,
 ) {
     for row in 0..out.rows {
         let out = out.row(row);
         match row_of(*tokens.at(row), first_row, table.rows) {
+            Some(from) if accumulate => out.iter_mut().zip(table.row(from)).for_each(|(out, x)| *out += x),
+            None if accumulate => {}
             // Adding +0 turns −0 into +0, as the sum over vocabulary shards does.
             Some(from) => out.iter_mut().zip(table.row(from)).for_each(|(out, x)| *out = x + 0.0),
             None => out.fill(0.0),
@@ -90,11 +93,42 @@ pub(super) fn embed_backward(
     )
 }
 
-pub(super) fn sum_rows(x: Matrix<'_, f32>, mut acc: MatrixMut<'_, i64>, leaf: usize, fixed: &mut FixedPoint) {
-    for first in (0..x.rows).step_by(leaf) {
-        let sum = (first..first + leaf).fold(0.0, |sum, row| sum + x.at(row));
-        fixed.add_one(acc.at(0), sum);
-    }
+pub(super) fn add_bias(bias: Matrix<'_, f32>, mut x: MatrixMut<'_, f32>) {
+    widest(
+        #[inline(always)]
+        || {
+            let bias = bias.row(0);
+            for row in 0..x.rows {
+                for (x, bias) in x.row(row).iter_mut().zip(bias) {
+                    *x += bias;
+                }
+            }
+        },
+    )
+}
+
+pub(super) fn sum_rows(
+    x: Matrix<'_, f32>,
+    mut acc: MatrixMut<'_, i64>,
+    leaf: usize,
+    fixed: &mut FixedPoint,
+    space: &mut Vec<f32>,
+) {
+    widest(
+        #[inline(always)]
+        || {
+            let sums = scratch(space, x.cols);
+            for first in (0..x.rows).step_by(leaf) {
+                sums.fill(0.0);
+                for row in first..first + leaf {
+                    for (sum, x) in sums.iter_mut().zip(x.row(row)) {
+                        *sum += x;
+                    }
+                }
+                fixed.add(acc.row(0), sums);
+            }
+        },
+    )
 }
 
 pub(super) fn dropout(

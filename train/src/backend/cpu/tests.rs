@@ -5,6 +5,7 @@ mod invariance;
 use super::*;
 use crate::backend::refops::{self, Mat};
 use crate::backend::{Buffers, Dropout, Heads, HiddenSite, Lifetime, Recorder};
+use crate::config::Activation;
 use crate::rng;
 use proptest::prelude::*;
 
@@ -119,17 +120,21 @@ fn assert_within(found: &Mat, expected: &Mat, size: f64) {
 
 const BITS: u32 = 36;
 
+const ACTIVATIONS: &[Activation] = &[Activation::Swiglu, Activation::Gelu, Activation::GeluTanh];
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
     #[test]
     fn linear_and_its_gradients(
         seed: u32, leaf in 1usize..40, leaves in 1usize..4, k in 1usize..70, n in 1usize..70, accumulate: bool,
+        with_bias: bool,
     ) {
         let m = leaf * leaves;
+        let bias = random(seed, "bias", 1, n);
         let [x, w, d] = [("x", m, k), ("w", n, k), ("d", m, n)].map(|(name, r, c)| random(seed, name, r, c));
         let mut bench = Bench::default();
-        let [x_v, w_v, d_v] = [&x, &w, &d].map(|x| bench.input(x));
+        let [x_v, w_v, d_v, bias_v] = [&x, &w, &d, &bias].map(|x| bench.input(x));
         let mut expected = [
             refops::matmul(&x, &w.transposed()), refops::matmul(&d, &w), refops::matmul(&d.transposed(), &x),
         ];
@@ -137,10 +142,14 @@ proptest! {
         let outputs = [n, k].map(|cols| {
             if accumulate { bench.input(&before) } else { bench.output(m, n.max(k)) }.col_range(0, cols)
         });
-        let acc = bench.acc(n, k);
-        bench.run(Op::Linear { x: x_v, w: w_v, out: outputs[0], accumulate });
+        let (acc, bias_acc) = (bench.acc(n, k), bench.acc(1, n));
+        bench.run(Op::Linear { x: x_v, w: w_v, bias: with_bias.then_some(bias_v), out: outputs[0], accumulate });
         bench.run(Op::LinearDx { d_out: d_v, w: w_v, d_x: outputs[1], accumulate });
         bench.run(Op::LinearDw { d_out: d_v, x: x_v, acc, leaf, bits: BITS });
+        bench.run(Op::SumRows { x: d_v, acc: bias_acc, leaf, bits: BITS });
+        if with_bias {
+            expected[0] = refops::add_bias(&expected[0], &bias);
+        }
         if accumulate {
             for expected in &mut expected[..2] {
                 for row in 0..m {
@@ -151,6 +160,11 @@ proptest! {
         assert_close(&bench.mat(outputs[0]), &expected[0]);
         assert_close(&bench.mat(outputs[1]), &expected[1]);
         assert_close(&bench.fixed(acc, BITS), &expected[2]);
+        // A sum may cancel to less than its terms.
+        assert_within(&bench.fixed(bias_acc, BITS), &refops::sum_rows(&d), norm(d.data.iter().copied()));
+        let linear = bench.mat(outputs[0]);
+        bench.run(Op::AddBias { bias: bias_v, x: outputs[0] });
+        assert_close(&bench.mat(outputs[0]), &refops::add_bias(&linear, &bias));
     }
 }
 
@@ -160,45 +174,58 @@ proptest! {
     #[test]
     fn norm_and_its_gradients(
         seed: u32, leaf in 1usize..9, leaves in 1usize..5, h in 1usize..80, accumulate: bool, in_place: bool,
-        with_delta: bool,
+        with_delta: bool, with_center: bool,
     ) {
         let m = leaf * leaves;
-        let eps = 1e-5;
+        // Rows of few elements may be almost constant: ε keeps their rstd, and so the rounding that it magnifies, small.
+        let eps = 1e-2;
         let [x, delta, d_out, before] = ["x", "delta", "d", "b"].map(|name| random(seed, name, m, h));
-        let gamma = random(seed, "gamma", 1, h);
+        let [gamma, beta] = ["gamma", "beta"].map(|name| random(seed, name, 1, h));
         let mut bench = Bench::default();
-        let [x_v, delta_v, gamma_v, d_v, before_v] =
-            [&x, &delta, &gamma, &d_out, &before].map(|x| bench.input(x));
+        let [x_v, delta_v, gamma_v, beta_v, d_v, before_v] =
+            [&x, &delta, &gamma, &beta, &d_out, &before].map(|x| bench.input(x));
         let sum_v = if in_place { x_v } else { bench.output(m, h) };
         let [rstd_v, out_v, again_v, poisoned] =
             [(m, 1), (m, h), (m, h), (m, h)].map(|(rows, cols)| bench.output(rows, cols));
+        let mean_v = bench.output(m, 1);
+        let center = with_center.then_some(Center { mean: mean_v, beta: beta_v });
         let d_gamma = bench.acc(1, h);
         bench.run(Op::AddNorm {
-            x: x_v, delta: with_delta.then_some(delta_v), gamma: gamma_v, eps: eps as f32, sum: sum_v, rstd: rstd_v,
-            out: out_v,
+            x: x_v, delta: with_delta.then_some(delta_v), gamma: gamma_v, center, eps: eps as f32, sum: sum_v,
+            rstd: rstd_v, out: out_v,
         });
-        bench.run(Op::NormApply { sum: sum_v, rstd: rstd_v, gamma: gamma_v, out: again_v });
+        bench.run(Op::NormApply { sum: sum_v, rstd: rstd_v, gamma: gamma_v, center, out: again_v });
         let d_sum = if accumulate { before_v } else { poisoned };
         bench.run(Op::NormBackward {
-            d_out: d_v, sum: sum_v, rstd: rstd_v, gamma: gamma_v, d_sum, accumulate, d_gamma, leaf, bits: BITS,
+            d_out: d_v, sum: sum_v, mean: with_center.then_some(mean_v), rstd: rstd_v, gamma: gamma_v, d_sum, accumulate,
+            d_gamma, leaf, bits: BITS,
         });
         let sum = Mat::from_fn(m, h, |row, col| {
             let delta = if with_delta { delta[(row, col)] } else { 0.0 };
             f64::from((x[(row, col)] + delta) as f32)
         });
         assert_close(&bench.mat(sum_v), &sum);
-        assert_close(&bench.mat(rstd_v), &refops::rstd(&sum, eps));
-        assert_close(&bench.mat(out_v), &refops::norm(&sum, &gamma, eps));
+        let (rstd, out, (mut d_x, expected_d_gamma)) = if with_center {
+            assert_within(&bench.mat(mean_v), &refops::mean(&sum), norm(sum.data.iter().copied()));
+            let rstd = refops::rstd(&refops::center(&sum), eps);
+            let out = refops::layer_norm(&sum, &gamma, &beta, eps);
+            (rstd, out, refops::layer_norm_backward(&d_out, &sum, &gamma, eps))
+        } else {
+            let out = refops::norm(&sum, &gamma, eps);
+            (refops::rstd(&sum, eps), out, refops::norm_backward(&d_out, &sum, &gamma, eps))
+        };
+        assert_close(&bench.mat(rstd_v), &rstd);
+        assert_close(&bench.mat(out_v), &out);
         prop_assert_eq!(bench.bits(again_v), bench.bits(out_v));
-        let (mut d_x, expected_d_gamma) = refops::norm_backward(&d_out, &sum, &gamma, eps);
         if accumulate {
             d_x.data.iter_mut().zip(&before.data).for_each(|(d_x, before)| *d_x += before);
         }
         // d_x is a difference of two vectors of about this norm.
-        let rstd = refops::rstd(&sum, eps);
         let g = (0..m * h).map(|at| rstd[(at / h, 0)] * d_out.data[at] * gamma[(0, at % h)]);
         assert_within(&bench.mat(d_sum), &d_x, norm(g) + norm(before.data.iter().copied()));
-        assert_close(&bench.fixed(d_gamma, BITS), &expected_d_gamma);
+        // A gain's gradient may cancel: its terms are at most as large as the gradients that they are of.
+        let size = norm(expected_d_gamma.data.iter().copied()) + norm(d_out.data.iter().copied());
+        assert_within(&bench.fixed(d_gamma, BITS), &expected_d_gamma, size);
     }
 
     #[test]
@@ -208,24 +235,35 @@ proptest! {
         let mut bench = Bench::default();
         let (tokens_v, table_v, d_v) = (bench.i32s(&tokens), bench.input(&table), bench.input(&d_out));
         let (out, acc) = (bench.output(m, h), bench.acc(rows, h));
-        bench.run(Op::Embed { tokens: tokens_v, table: table_v, first_row, out });
+        bench.run(Op::Embed { tokens: tokens_v, table: table_v, first_row, out, accumulate: false });
         bench.run(Op::EmbedBackward { tokens: tokens_v, d_out: d_v, first_row, acc, leaf: 1, bits: BITS });
         prop_assert_eq!(bench.mat(out).data, refops::embed(&tokens, &table, first_row).data);
         assert_close(&bench.fixed(acc, BITS), &refops::embed_backward(&tokens, &d_out, first_row, rows));
+        bench.run(Op::Embed { tokens: tokens_v, table: table_v, first_row, out: d_v, accumulate: true });
+        let rows = refops::embed(&tokens, &table, first_row);
+        let sums = d_out.data.iter().zip(&rows.data).map(|(d, row)| f64::from((d + row) as f32));
+        prop_assert_eq!(bench.mat(d_v).data, sums.collect::<Vec<f64>>());
     }
 
     #[test]
-    fn glu_and_its_gradient(seed: u32, m in 1usize..9, f in 1usize..50) {
-        let mut gate_up = random(seed, "gate_up", m, 2 * f);
-        gate_up.data.iter_mut().for_each(|x| *x *= 8.0);
+    fn activations_and_their_gradients(
+        seed: u32, m in 1usize..9, f in 1usize..50, activation in prop::sample::select(ACTIVATIONS),
+    ) {
+        let mut x = random(seed, "x", m, activation.inputs() * f);
+        x.data.iter_mut().for_each(|x| *x *= 8.0);
         let d_out = random(seed, "d", m, f);
         let mut bench = Bench::default();
-        let (gate_up_v, d_v) = (bench.input(&gate_up), bench.input(&d_out));
-        let (out, d_gate_up) = (bench.output(m, f), bench.output(m, 2 * f));
-        bench.run(Op::Glu { gate_up: gate_up_v, out });
-        bench.run(Op::GluBackward { d_out: d_v, gate_up: gate_up_v, d_gate_up });
-        assert_close(&bench.mat(out), &refops::glu(&gate_up));
-        assert_close(&bench.mat(d_gate_up), &refops::glu_backward(&d_out, &gate_up));
+        let (x_v, d_v) = (bench.input(&x), bench.input(&d_out));
+        let (out, d_x) = (bench.output(m, f), bench.output(m, x.cols));
+        bench.run(Op::Activate { activation, x: x_v, out });
+        bench.run(Op::ActivateBackward { activation, d_out: d_v, x: x_v, d_x });
+        // Where all are in the negative tail the results are of the order of the rounding of 1 + erf, 1e-7.
+        let close = |found: &Mat, expected: &Mat, size: f64| {
+            assert_within(found, expected, norm(expected.data.iter().copied()) + 0.05 * size);
+        };
+        close(&bench.mat(out), &refops::activate(activation, &x), norm(x.data.iter().copied()));
+        let expected = refops::activate_backward(activation, &d_out, &x);
+        close(&bench.mat(d_x), &expected, norm(d_out.data.iter().copied()));
     }
 
     #[test]
@@ -580,7 +618,7 @@ fn what_a_partial_write_leaves_out_is_not_a_number() {
 fn operands_of_the_wrong_shape_are_named() {
     let mut bench = Bench::default();
     let (x, w, out) = (bench.output(2, 4), bench.output(5, 3), bench.output(2, 5));
-    bench.run(Op::Linear { x, w, out, accumulate: false });
+    bench.run(Op::Linear { x, w, bias: None, out, accumulate: false });
 }
 
 #[test]

@@ -26,6 +26,7 @@ fn every_token_operation(bench: &mut Bench, seed: u32, m: usize, leaf: usize) ->
     let mut input = |name: &str, rows: usize, cols: usize| bench.input(&random(seed, name, rows, cols));
     let (x, delta, d_out) = (input("x", m, h), input("delta", m, h), input("d_out", m, h));
     let (gamma, w, table) = (input("gamma", 1, h), input("w", n, h), input("table", rows_of_shard, h));
+    let (beta, bias, biased) = (input("beta", 1, h), input("bias", 1, n), input("biased", m, n));
     let (d_n, gate_up, d_f) = (input("d_n", m, n), input("gate_up", m, 2 * f), input("d_f", m, f));
     let (qkv, angles, dropped) =
         (input("qkv", m, heads.qkv_cols()), input("angles", 32, 6), input("dropped", m, h));
@@ -36,33 +37,108 @@ fn every_token_operation(bench: &mut Bench, seed: u32, m: usize, leaf: usize) ->
     let mut output = |rows: usize, cols: usize| bench.output(rows, cols);
     let (sum, rstd, normed, again, d_sum) =
         (output(m, h), output(m, 1), output(m, h), output(m, h), output(m, h));
-    let (out, d_x, embedded, glu, d_gate_up) =
-        (output(m, n), output(m, h), output(m, h), output(m, f), output(m, 2 * f));
+    let (out, d_x, embedded) = (output(m, n), output(m, h), output(m, h));
+    let activated: Vec<(Activation, View, View, View)> = (ACTIVATIONS.iter())
+        .map(|activation| {
+            let cols = activation.inputs() * f;
+            (*activation, gate_up.col_range(0, cols), output(m, f), output(m, cols))
+        })
+        .collect();
+    let (mean, centered, centered_again, d_centered) =
+        (output(m, 1), output(m, h), output(m, h), output(m, h));
+    let (sum_again, rstd_centered) = (output(m, h), output(m, 1));
     let (kv, max, exp_sum, picked, loss) =
         (output(m, heads.kv_cols()), output(m, 1), output(m, 1), output(m, 1), output(m, 1));
     let (d_gamma, d_w, d_table) = (bench.acc(1, h), bench.acc(n, h), bench.acc(rows_of_shard, h));
-    let total = bench.acc(1, 1);
-    let outputs = vec![
-        sum, rstd, normed, again, d_sum, out, d_x, embedded, glu, d_gate_up, qkv, kv, dropped, logits, max,
-        exp_sum, picked, loss, d_gamma, d_w, d_table, total,
+    let (total, d_bias, d_gamma_centered) = (bench.acc(1, 1), bench.acc(1, n), bench.acc(1, h));
+    let mut outputs = vec![
+        sum,
+        rstd,
+        normed,
+        again,
+        d_sum,
+        mean,
+        sum_again,
+        rstd_centered,
+        centered,
+        centered_again,
+        d_centered,
+        d_gamma_centered,
+        out,
+        biased,
+        d_bias,
+        d_x,
+        embedded,
+        qkv,
+        kv,
+        dropped,
+        logits,
+        max,
+        exp_sum,
+        picked,
+        loss,
+        d_gamma,
+        d_w,
+        d_table,
+        total,
     ];
+    outputs.extend(activated.iter().flat_map(|(_, _, out, d_x)| [*out, *d_x]));
     let ops = move |rows: Range<usize>| {
         let r = |view: View| view.row_range(rows.start, rows.end);
         let dropout = Dropout { p: 0.4, seed, layer: 2 };
-        vec![
+        let activations = activated.iter().flat_map(|(activation, x, out, d_x)| {
+            let activation = *activation;
+            [
+                Op::Activate { activation, x: r(*x), out: r(*out) },
+                Op::ActivateBackward { activation, d_out: r(d_f), x: r(*x), d_x: r(*d_x) },
+            ]
+        });
+        let center = Some(Center { mean: r(mean), beta });
+        let ops = vec![
             Op::AddNorm {
                 x: r(x),
                 delta: Some(r(delta)),
                 gamma,
+                center: None,
                 eps: 1e-5,
                 sum: r(sum),
                 rstd: r(rstd),
                 out: r(normed),
             },
-            Op::NormApply { sum: r(sum), rstd: r(rstd), gamma, out: r(again) },
+            Op::NormApply { sum: r(sum), rstd: r(rstd), gamma, center: None, out: r(again) },
+            Op::AddNorm {
+                x: r(x),
+                delta: None,
+                gamma,
+                center,
+                eps: 1e-5,
+                sum: r(sum_again),
+                rstd: r(rstd_centered),
+                out: r(centered),
+            },
+            Op::NormApply {
+                sum: r(sum_again),
+                rstd: r(rstd_centered),
+                gamma,
+                center,
+                out: r(centered_again),
+            },
+            Op::NormBackward {
+                d_out: r(d_out),
+                sum: r(sum_again),
+                mean: Some(r(mean)),
+                rstd: r(rstd_centered),
+                gamma,
+                d_sum: r(d_centered),
+                accumulate: false,
+                d_gamma: d_gamma_centered,
+                leaf,
+                bits: BITS,
+            },
             Op::NormBackward {
                 d_out: r(d_out),
                 sum: r(sum),
+                mean: None,
                 rstd: r(rstd),
                 gamma,
                 d_sum: r(d_sum),
@@ -71,10 +147,13 @@ fn every_token_operation(bench: &mut Bench, seed: u32, m: usize, leaf: usize) ->
                 leaf,
                 bits: BITS,
             },
-            Op::Linear { x: r(x), w, out: r(out), accumulate: false },
+            Op::Linear { x: r(x), w, bias: Some(bias), out: r(out), accumulate: false },
+            Op::AddBias { bias, x: r(biased) },
+            Op::SumRows { x: r(d_n), acc: d_bias, leaf, bits: BITS },
             Op::LinearDx { d_out: r(d_n), w, d_x: r(d_x), accumulate: false },
             Op::LinearDw { d_out: r(d_n), x: r(x), acc: d_w, leaf, bits: BITS },
-            Op::Embed { tokens: r(tokens), table, first_row: 3, out: r(embedded) },
+            Op::Embed { tokens: r(tokens), table, first_row: 3, out: r(embedded), accumulate: false },
+            Op::Embed { tokens: r(tokens), table, first_row: 3, out: r(embedded), accumulate: true },
             Op::EmbedBackward {
                 tokens: r(tokens),
                 d_out: r(d_out),
@@ -83,8 +162,6 @@ fn every_token_operation(bench: &mut Bench, seed: u32, m: usize, leaf: usize) ->
                 leaf: 1,
                 bits: BITS,
             },
-            Op::Glu { gate_up: r(gate_up), out: r(glu) },
-            Op::GluBackward { d_out: r(d_f), gate_up: r(gate_up), d_gate_up: r(d_gate_up) },
             Op::Rope { qkv: r(qkv), positions: r(positions), table: angles, heads, inverse: false },
             Op::PackKv { qkv: r(qkv), kv: r(kv), heads },
             Op::Dropout {
@@ -117,7 +194,8 @@ fn every_token_operation(bench: &mut Bench, seed: u32, m: usize, leaf: usize) ->
                 loss: r(loss),
             },
             Op::SumRows { x: r(loss), acc: total, leaf, bits: BITS },
-        ]
+        ];
+        ops.into_iter().chain(activations).collect()
     };
     Program { outputs, ops: Box::new(ops) }
 }
