@@ -111,6 +111,11 @@ table! {
 
 table! {
     /// `[training]`; the file has `seq_length` and the batch sizes here, too.
+    #[command(arg = clap::Arg::new("fp32")
+        .long("fp32")
+        .help("Compute in f32 [default: the checkpoint's, else on]")
+        .action(clap::ArgAction::SetTrue)
+        .overrides_with("bf16"))]
     struct TrainingArgs {
         #[arg(skip)]
         seq_length: u64,
@@ -185,9 +190,19 @@ table! {
         /// Seed of every random number of the run, below 2³² [default: 1234]
         #[arg(long, value_name = "SEED")]
         seed: u32,
-        /// Order of sums [default: canonical, the only one so far]
+        /// Order of sums: canonical (the same bits under every layout) or fast [default: the checkpoint's, else canonical]
         #[arg(long, value_enum, value_name = "MODE")]
         numerics: NumericsArg,
+        /// Compute in bf16, with f32 masters of the weights [default: the checkpoint's, else off]
+        #[arg(
+            long,
+            num_args = 0..=1,
+            require_equals = true,
+            default_missing_value = "true",
+            default_value_if("fp32", "true", "false"),
+            overrides_with = "fp32"
+        )]
+        bf16: bool,
         /// Consecutive positions whose sum runs in one order, in tokens [default: min(64, max(1, g ÷ 16)), g the largest power of
         /// two that divides the sequence length; it must divide what a rank holds]
         #[arg(long, value_name = "TOKENS")]

@@ -36,7 +36,7 @@ const PER_TOKEN_LOSS: &str = "calculate-per-token-loss";
 /// What happens where the tensors of model and checkpoint are not the same.
 const STRICTNESS: &str = "dist-ckpt-strictness";
 
-const F32: &str = "the trainer computes in f32 on CPU so far";
+const PRECISION: &str = "the trainer computes in f32 or bf16 so far";
 const LLAMA: &str = "the one model so far is Llama-like: RMSNorm, rotary positions, SwiGLU, no biases";
 const STAGE: &str = "the trainer runs one pipeline stage so far";
 const EXPERTS: &str = "there are no experts so far";
@@ -73,12 +73,11 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("num-experts", Value, Refused(EXPERTS)),
     ("mtp-num-layers", Value, Refused(LLAMA)),
     // Precision.
-    ("bf16", Switch, Refused(F32)),
-    ("fp16", Switch, Refused(F32)),
-    ("fp8-format", Value, Refused(F32)),
+    ("fp16", Switch, Refused(PRECISION)),
+    ("fp8-format", Value, Refused(PRECISION)),
     ("accumulate-allreduce-grads-in-fp32", Switch, Same),
-    ("loss-scale", Value, Refused(F32)),
-    ("initial-loss-scale", Value, Refused(F32)),
+    ("loss-scale", Value, Refused(PRECISION)),
+    ("initial-loss-scale", Value, Refused(PRECISION)),
     // Layout.
     ("num-layers-per-virtual-pipeline-stage", Value, Refused(STAGE)),
     ("num-virtual-stages-per-pipeline-rank", Value, Refused(STAGE)),

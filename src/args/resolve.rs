@@ -6,7 +6,7 @@ use mesh::{
     GroupOptions, LrDecayStyle, ParallelArgs, ParallelConfig, ScheduleConfig, ScheduleError, ScheduleUnit,
     Warmup, WeightDecayStyle, WsdShape,
 };
-use train::config::{ConfigError, ModelConfig, Numerics, OptimizerConfig, TrainConfig};
+use train::config::{Canonical, ConfigError, ModelConfig, Numerics, OptimizerConfig, Precision, TrainConfig};
 
 /// Ranks of the job: as said, or one copy of the model, times DP if that is said.
 pub(crate) fn world_size(said: Option<u32>, args: &ParallelArgs) -> u32 {
@@ -37,20 +37,12 @@ pub(crate) fn config(
     let training = &args.training;
     let global_batch_size = parallel.global_batch_size();
     let model = model(&args.model, vocab_size)?;
-    if training.numerics == Some(NumericsArg::Fast) {
-        let (message, help) =
-            ("`--numerics fast` is not there yet", "leave it out: canonical numerics are the default");
-        return Err(Refusal::usage("RM6005", message, help).into());
-    }
-    let seq_length = parallel.seq_length() as usize;
-    let (leaf, tp_leaves) = (training.canonical_leaf_tokens, training.canonical_tp_leaves);
-    let numerics = match saved {
-        Some(saved) => Numerics {
-            leaf_tokens: leaf.unwrap_or(saved.numerics.leaf_tokens),
-            tp_leaves: tp_leaves.unwrap_or(saved.numerics.tp_leaves),
-            ..saved.numerics.clone()
-        },
-        None => Numerics::canonical(&model, seq_length, leaf, tp_leaves),
+    let numerics =
+        numerics(training, &model, parallel.seq_length() as usize, saved.map(|saved| &saved.numerics))?;
+    let precision = match training.bf16 {
+        Some(true) => Precision::Bf16,
+        Some(false) => Precision::Fp32,
+        None => saved.map_or(Precision::Fp32, |saved| saved.precision),
     };
     let train_samples = length(
         ("train_iters", training.train_iters),
@@ -75,6 +67,7 @@ pub(crate) fn config(
         schedule: schedule(training, train_samples, global_batch_size, saved_schedule)?,
         optimizer: optimizer(training)?,
         numerics,
+        precision,
         seed: training.seed.unwrap_or(1234),
         train_iters,
         loss_average: training.loss_average.unwrap_or_default(),
@@ -85,6 +78,33 @@ pub(crate) fn config(
     };
     config.check()?;
     Ok(config)
+}
+
+/// What is said goes over what was saved, and that over the defaults of canonical numerics.
+fn numerics(
+    args: &TrainingArgs,
+    model: &ModelConfig,
+    seq_length: usize,
+    saved: Option<&Numerics>,
+) -> Result<Numerics, Refusal> {
+    let (leaf, tp_leaves) = (args.canonical_leaf_tokens, args.canonical_tp_leaves);
+    match (args.numerics, saved) {
+        (Some(NumericsArg::Fast), _) | (None, Some(Numerics::Fast))
+            if leaf.is_some() || tp_leaves.is_some() =>
+        {
+            let message = "leaves and blocks are set, which fast numerics do not have";
+            let help =
+                "leave out --canonical-leaf-tokens and --canonical-tp-leaves, or say --numerics canonical";
+            Err(Refusal::usage("RM6003", message, help))
+        }
+        (Some(NumericsArg::Fast), _) | (None, Some(Numerics::Fast)) => Ok(Numerics::Fast),
+        (_, Some(Numerics::Canonical(saved))) => Ok(Numerics::Canonical(Canonical {
+            leaf_tokens: leaf.unwrap_or(saved.leaf_tokens),
+            tp_leaves: tp_leaves.unwrap_or(saved.tp_leaves),
+            ..saved.clone()
+        })),
+        _ => Ok(Numerics::Canonical(Canonical::new(model, seq_length, leaf, tp_leaves))),
+    }
 }
 
 /// Checks what flags alone decide, before any file is opened; what data or a checkpoint may still say is taken to fit.

@@ -20,7 +20,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
-use train::config::TrainConfig;
+use train::config::{Numerics, TrainConfig};
 use train::data::{Sampler, TokenFile};
 use train::resume::{self, DataState, Resume, SavedRun, Selection};
 use train::run::{Event, Job, RunEnd, RunName, SavePolicy};
@@ -208,6 +208,10 @@ fn changes(saved: &SavedRun, config: &TrainConfig, data: &DataState) -> Vec<Stri
     let mut changes: Vec<String> = differences.iter().map(|difference| difference.field.to_owned()).collect();
     if saved.config.schedule != config.schedule {
         changes.push("schedule".into());
+    }
+    // The order of fast sums depends on who has which samples.
+    if config.numerics == Numerics::Fast && saved.config.parallel != config.parallel {
+        changes.push("layout (fast numerics)".into());
     }
     changes
 }

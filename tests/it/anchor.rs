@@ -5,7 +5,7 @@ use crate::support::{self, Layout, Tracing};
 use mesh::Warmup;
 use serde::Deserialize;
 use std::collections::BTreeMap;
-use train::config::ModelConfig;
+use train::config::{ModelConfig, Numerics};
 
 #[derive(Deserialize)]
 struct Anchor {
@@ -46,7 +46,7 @@ fn relative(found: f64, expected: f64) -> f64 {
 }
 
 /// PyTorch in f64 from weights rounded to f32. Our f32 steps stay within 2e-6, as do PyTorch's own f32 steps.
-fn follows_pytorch(name: &str) {
+fn follows_pytorch(name: &str, numerics: Option<Numerics>) {
     let text = include_str!("../fixtures/anchor/anchor.json");
     let anchor: Anchor = serde_json::from_str(text).unwrap();
     let run = &anchor.runs[name];
@@ -54,6 +54,7 @@ fn follows_pytorch(name: &str) {
     let parallel = Layout { mbs: 4, ..Layout::SINGLE }.parallel(c.seq_length, c.global_batch_size).unwrap();
     let mut config = support::config(c.model.clone(), parallel, run.steps.len() as u64);
     config.schedule.lr_warmup = Warmup::Length(2);
+    config.numerics = numerics.unwrap_or(config.numerics);
     let folder = tempfile::tempdir().unwrap();
     let tokens = support::token_file(folder.path(), c.num_tokens);
     let tracing = Tracing { steps: run.steps.len() as u64, ..Tracing::default() };
@@ -88,20 +89,26 @@ fn follows_pytorch(name: &str) {
 
 #[test]
 fn ten_steps_follow_pytorch() {
-    follows_pytorch("untied");
+    follows_pytorch("untied", None);
 }
 
 #[test]
 fn ten_steps_follow_pytorch_with_a_tied_head() {
-    follows_pytorch("tied");
+    follows_pytorch("tied", None);
 }
 
 #[test]
 fn ten_steps_follow_pytorch_with_dropout() {
-    follows_pytorch("dropout");
+    follows_pytorch("dropout", None);
 }
 
 #[test]
 fn ten_steps_follow_pytorch_with_as_many_groups_as_heads() {
-    follows_pytorch("multi_head");
+    follows_pytorch("multi_head", None);
+}
+
+#[test]
+fn ten_steps_of_fast_numerics_follow_pytorch() {
+    follows_pytorch("untied", Some(Numerics::Fast));
+    follows_pytorch("dropout", Some(Numerics::Fast));
 }

@@ -127,9 +127,8 @@ fn what_canonical_numerics_does_not_admit_is_refused_with_the_numbers() {
         .assert_eq(&refusal(&Case { groups: 6, ..THREES }, Layout { tp: 3, ..Layout::SINGLE }));
     expect!["TP 8 does not divide the 4 query groups: 4 % 8 != 0 (`decoder.layers.*.self_attention.linear_qkv.weight`)"]
         .assert_eq(&refusal(&POWERS, Layout { tp: 8, ..Layout::SINGLE }));
-    let mut config = POWERS.config(Layout { cp: 4, ..Layout::SINGLE }).unwrap();
-    config.numerics.leaf_tokens = 16;
-    let error = config.check().unwrap_err();
+    let config = POWERS.config(Layout { cp: 4, ..Layout::SINGLE }).unwrap();
+    let error = support::with_leaf(config, 16).check().unwrap_err();
     expect!["a leaf of 16 tokens does not divide T/(2·runtime CP) = 64/(2·4) = 8"]
         .assert_eq(&error.to_string());
     expect!["the largest leaf that fits is --canonical-leaf-tokens 8"].assert_eq(&error.help());

@@ -6,6 +6,7 @@ mod anchor;
 mod architecture;
 mod averages;
 mod cli;
+mod fast;
 mod kills;
 mod labels;
 mod layouts;

@@ -7,7 +7,7 @@ use mesh::Region;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
-use train::config::{EpochTail, LossAverage, ModelConfig, TrainConfig};
+use train::config::{EpochTail, LossAverage, ModelConfig, Numerics, Precision, TrainConfig};
 use train::data::TokenFile;
 use train::resume::{self, DataState, Level, Resume, Resumed, RngPolicy, Selection};
 use train::run::{Event, Job, RunEnd, RunError, RunName, SavePolicy, Step, run};
@@ -345,7 +345,9 @@ fn every_setting_that_must_match_is_compared() {
     change(&|c, _| c.epoch_tail = EpochTail::Drop);
     change(&|c, _| c.loss_average = LossAverage::Sample);
     change(&|c, _| c.optimizer.clip_grad = 0.5);
-    change(&|c, _| c.numerics.leaf_tokens = 2);
+    change(&|c, _| *c = support::with_leaf(c.clone(), 2));
+    change(&|c, _| c.numerics = Numerics::Fast);
+    change(&|c, _| c.precision = Precision::Bf16);
     expect![[r#"
         num-layers: 2 → 3, never
         hidden-size: 32 → 48, never
@@ -366,7 +368,9 @@ fn every_setting_that_must_match_is_compared() {
         epoch-tail: span → drop, may be allowed
         loss-average: token → sample, may be allowed
         optimizer: AdamW (β 0.9 and 0.999, ε 0.00000001, clip 1) → AdamW (β 0.9 and 0.999, ε 0.00000001, clip 0.5), may be allowed
-        numerics: canonical (leaf 4, TP blocks 4, fraction bits 36 and 40) → canonical (leaf 2, TP blocks 4, fraction bits 36 and 40), may be allowed"#]].assert_eq(&table.join("\n"));
+        numerics: canonical (leaf 4, TP blocks 4, fraction bits 36 and 40) → canonical (leaf 2, TP blocks 4, fraction bits 36 and 40), may be allowed
+        numerics: canonical (leaf 4, TP blocks 4, fraction bits 36 and 40) → fast, may be allowed
+        precision: fp32 → bf16, never"#]].assert_eq(&table.join("\n"));
 
     // Layout, ranks, micro-batch and the length of the run may change without a word.
     let mut elsewhere = POWERS.config(Layout { tp: 2, sp: true, cp: 2, mbs: 2, ..Layout::SINGLE });
@@ -387,7 +391,7 @@ fn what_must_match_is_compared_before_anything_is_loaded() {
     let mut other = config.clone();
     other.seed = 99;
     other.model.num_layers = 3;
-    other.numerics.leaf_tokens = 2;
+    let other = support::with_leaf(other, 2);
     let error = train(&other, &tokens, &store, Some(&saved), 0, |_| {}).err().unwrap();
     expect!["the checkpoint and this run differ: num-layers is 2 in the checkpoint but 3 here; seed is 1234 in the checkpoint but 99 here; numerics is canonical (leaf 4, TP blocks 4, fraction bits 36 and 40) in the checkpoint but canonical (leaf 2, TP blocks 4, fraction bits 36 and 40) here"].assert_eq(&error.to_string());
 

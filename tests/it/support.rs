@@ -11,7 +11,9 @@ use std::sync::Arc;
 use train::comm::mutate::Mutated;
 use train::comm::threads::{RankContext, World, WorldOptions};
 use train::comm::{Comm, Site};
-use train::config::{EpochTail, LossAverage, ModelConfig, Numerics, OptimizerConfig, TrainConfig};
+use train::config::{
+    Canonical, EpochTail, LossAverage, ModelConfig, Numerics, OptimizerConfig, Precision, TrainConfig,
+};
 use train::data::sampler::{RankReader, Sampler};
 use train::data::{TokenFile, TokenWriter};
 use train::model::MicroBatch;
@@ -106,13 +108,14 @@ pub fn tiny_model(groups: usize) -> ModelConfig {
 }
 
 pub fn config(model: ModelConfig, parallel: ParallelConfig, train_iters: u64) -> TrainConfig {
-    let numerics = Numerics::canonical(&model, parallel.seq_length() as usize, None, None);
+    let numerics = Numerics::Canonical(Canonical::new(&model, parallel.seq_length() as usize, None, None));
     TrainConfig {
         schedule: schedule(train_iters),
         model,
         parallel,
         optimizer: OptimizerConfig { adam_beta1: 0.9, adam_beta2: 0.999, adam_eps: 1e-8, clip_grad: 1.0 },
         numerics,
+        precision: Precision::Fp32,
         seed: 1234,
         train_iters,
         loss_average: LossAverage::Token,
@@ -145,6 +148,13 @@ pub fn token_file(folder: &Path, num_tokens: u64) -> TokenFile {
     writer.add_document((0..num_tokens).map(|i| ((i * i * 7 + i * 3 + (i >> 3)) % 251) as u32)).unwrap();
     writer.finish().unwrap();
     TokenFile::open(&prefix).unwrap()
+}
+
+/// `config` with leaves of so many tokens.
+pub fn with_leaf(mut config: TrainConfig, leaf_tokens: usize) -> TrainConfig {
+    let Numerics::Canonical(canonical) = &mut config.numerics else { panic!("canonical numerics") };
+    canonical.leaf_tokens = leaf_tokens;
+    config
 }
 
 /// Everything about some steps that must not depend on the layout.
@@ -246,6 +256,8 @@ struct Held {
     shape: mesh::Shape,
     region: mesh::Region,
     is_main: bool,
+    /// Of one element.
+    size_bytes: usize,
     bytes: Vec<u8>,
 }
 
@@ -264,7 +276,8 @@ fn held(trainer: &mut Trainer, groups: &ProcessGroups) -> Vec<Held> {
             let mut bytes = vec![0; piece.local.numel() as usize * entry.dtype.size_bytes()];
             trainer.read_state(&state, &streams, index, &piece.local, &mut bytes).unwrap();
             let (region, is_main) = (piece.region.clone(), shard.replica.is_main());
-            all.push(Held { key: key.clone(), shape: shape.clone(), region, is_main, bytes });
+            let size_bytes = entry.dtype.size_bytes();
+            all.push(Held { key: key.clone(), shape: shape.clone(), region, is_main, size_bytes, bytes });
         }
     }
     all
@@ -290,12 +303,13 @@ fn merge(ranks: Vec<RankTrace>) -> Result<Trace, String> {
     // Main replicas make up the tensors, and every other replica must be the same.
     let mut held: Vec<Held> = ranks.into_iter().flat_map(|rank| rank.held).collect();
     held.sort_by_key(|held| !held.is_main);
-    for Held { key, shape, region, is_main, bytes } in held {
-        let whole = trace.state.entry(key.clone()).or_insert_with(|| vec![0; shape.numel() as usize * 4]);
+    for Held { key, shape, region, is_main, size_bytes, bytes } in held {
+        let len = shape.numel() as usize * size_bytes;
+        let whole = trace.state.entry(key.clone()).or_insert_with(|| vec![0; len]);
         let mut at = 0;
         for run in region.runs(&shape) {
-            let (own, len) = (&bytes[at..], (run.end - run.start) as usize * 4);
-            let place = &mut whole[run.start as usize * 4..][..len];
+            let (own, len) = (&bytes[at..], (run.end - run.start) as usize * size_bytes);
+            let place = &mut whole[run.start as usize * size_bytes..][..len];
             if is_main {
                 place.copy_from_slice(&own[..len]);
             } else if place != &own[..len] {

@@ -11,8 +11,8 @@ mod plan;
 mod refops;
 mod view;
 
-pub use op::{Center, Dropout, Heads, HiddenSite, Op};
-pub use plan::{Buffers, Lifetime, MemoryPlan, Recorder};
+pub use op::{Accumulate, Center, Dropout, Heads, HiddenSite, Op};
+pub use plan::{Buffers, Lifetime, MemoryPlan, Recorder, Slot};
 pub use view::{BufId, View};
 
 /// A device, or the recorder that stands for one while memory is planned. One a rank.

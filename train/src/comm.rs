@@ -106,9 +106,12 @@ pub trait Comm {
 /// How contributions are combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reduce {
-    /// F32, added pairwise in the order of positions: neighbours first, then pairs of pairs; a last odd one waits. The
-    /// sum over `2^k` aligned neighbours, then over those sums, is the sum over all, bit for bit.
+    /// F32 or BF16, added pairwise in the order of positions: neighbours first, then pairs of pairs; a last odd one waits. The
+    /// sum over `2^k` aligned neighbours, then over those sums, is the sum over all, bit for bit. BF16
+    /// is rounded after each addition.
     Tree,
+    /// F32 or BF16, added in an order that the implementation chooses: the same in every run.
+    Sum,
     /// F32 maximum; NaN wins, and +0 is above -0, so any order gives the same number.
     Max,
     /// I64, added with wrap-around: any order gives the same bits.
@@ -116,11 +119,20 @@ pub enum Reduce {
 }
 
 impl Reduce {
-    /// The element type that it combines.
-    pub const fn dtype(self) -> DType {
+    /// How accumulators of this type are summed.
+    pub const fn of_accumulators(dtype: DType) -> Self {
+        match dtype {
+            DType::I64 => Reduce::Fixed,
+            _ => Reduce::Sum,
+        }
+    }
+
+    /// Whether it combines elements of this type.
+    pub const fn takes(self, dtype: DType) -> bool {
         match self {
-            Reduce::Tree | Reduce::Max => DType::F32,
-            Reduce::Fixed => DType::I64,
+            Reduce::Tree | Reduce::Sum => matches!(dtype, DType::F32 | DType::Bf16),
+            Reduce::Max => matches!(dtype, DType::F32),
+            Reduce::Fixed => matches!(dtype, DType::I64),
         }
     }
 }
@@ -166,7 +178,7 @@ impl Operation {
             dst.numel()
         );
         if let Collective::ReduceScatter(reduce) | Collective::AllReduce(reduce) = collective {
-            assert_eq!(src.dtype, reduce.dtype(), "`{site}` combines by {reduce:?}");
+            assert!(reduce.takes(src.dtype), "`{site}` combines {} by {reduce:?}", src.dtype);
         }
         Operation { collective, site, src, dst }
     }

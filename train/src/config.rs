@@ -1,7 +1,7 @@
 //! What a run is, resolved: no options, no defaults left to choose. Stored in every checkpoint.
 
 use crate::rng;
-use mesh::{ExpertSizes, ParallelConfig, ScheduleConfig};
+use mesh::{DType, ExpertSizes, ParallelConfig, ScheduleConfig};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -18,6 +18,9 @@ pub struct TrainConfig {
     pub schedule: ScheduleConfig,
     /// Numerics contract.
     pub numerics: Numerics,
+    /// What activations and the weights that meet them are made of.
+    #[serde(default)]
+    pub precision: Precision,
     /// Seed of every random number of the run.
     pub seed: u32,
     /// Iterations of the whole run.
@@ -104,11 +107,19 @@ pub struct OptimizerConfig {
     pub clip_grad: f64,
 }
 
-/// The contract under which bits do not depend on the layout. A resume takes it from the checkpoint.
+/// How sums are ordered. A resume takes it from the checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Numerics {
-    /// `canonical`: the only mode on CPU so far.
-    pub mode: NumericsMode,
+#[serde(tag = "mode", rename_all = "lowercase")]
+pub enum Numerics {
+    /// Bits do not depend on the layout.
+    Canonical(Canonical),
+    /// The quickest order under each layout: the same layout gives the same bits, another one others.
+    Fast,
+}
+
+/// What the bits of canonical numerics depend on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Canonical {
     /// Consecutive positions of a sample whose sum runs in one fixed order.
     pub leaf_tokens: usize,
     /// Blocks into which every TP-split sum is divided.
@@ -119,12 +130,26 @@ pub struct Numerics {
     pub kv_bits: u32,
 }
 
-/// How sums are ordered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// What activations, and the copies of the weights that meet them, are made of. Sums, statistics and the optimizer's state
+/// are f32 or fixed point in both.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum NumericsMode {
-    /// Bits do not depend on the layout.
-    Canonical,
+pub enum Precision {
+    /// f32: weights are their own masters.
+    #[default]
+    Fp32,
+    /// bf16, with f32 masters of the weights in the optimizer.
+    Bf16,
+}
+
+impl Precision {
+    /// The element type.
+    pub const fn dtype(self) -> DType {
+        match self {
+            Precision::Fp32 => DType::F32,
+            Precision::Bf16 => DType::Bf16,
+        }
+    }
 }
 
 /// How token losses become the loss of a step.
@@ -160,11 +185,22 @@ impl fmt::Display for OptimizerConfig {
 
 impl fmt::Display for Numerics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Numerics { mode: NumericsMode::Canonical, leaf_tokens, tp_leaves, grad_bits, kv_bits } = self;
+        let Numerics::Canonical(Canonical { leaf_tokens, tp_leaves, grad_bits, kv_bits }) = self else {
+            return f.write_str("fast");
+        };
         write!(
             f,
             "canonical (leaf {leaf_tokens}, TP blocks {tp_leaves}, fraction bits {grad_bits} and {kv_bits})"
         )
+    }
+}
+
+impl fmt::Display for Precision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Precision::Fp32 => "fp32",
+            Precision::Bf16 => "bf16",
+        })
     }
 }
 
@@ -188,6 +224,27 @@ impl fmt::Display for EpochTail {
 }
 
 impl Numerics {
+    /// Blocks of sums that TP splits, over all ranks.
+    pub fn tp_blocks(&self, tp: usize) -> usize {
+        match self {
+            Numerics::Canonical(canonical) => canonical.tp_leaves,
+            Numerics::Fast => tp,
+        }
+    }
+
+    /// Leaf and fraction bits of the sum of the losses, which is in fixed point always.
+    pub fn loss(&self) -> (usize, u32) {
+        match self {
+            Numerics::Canonical(canonical) => (canonical.leaf_tokens, canonical.grad_bits),
+            Numerics::Fast => (1, Canonical::GRAD_BITS),
+        }
+    }
+}
+
+impl Canonical {
+    /// Fraction bits of gradients and losses, and of key and value gradients, of a new run.
+    const GRAD_BITS: u32 = 36;
+    const KV_BITS: u32 = 40;
     /// Largest number of TP blocks.
     const TP_LEAVES_MAX: usize = 8;
     /// Most fraction bits of a fixed-point sum; what is left of 64 is its range.
@@ -195,9 +252,9 @@ impl Numerics {
     /// Largest leaf that is chosen by default, in tokens.
     const LEAF_TOKENS_MAX: usize = 64;
 
-    /// The canonical contract of a model and sequence length, with the leaf sizes given or the default ones.
+    /// The contract of a model and sequence length, with the leaf sizes given or the default ones.
     /// Both defaults depend on the model and the sequence length alone, never on the layout.
-    pub fn canonical(
+    pub fn new(
         model: &ModelConfig,
         seq_length: usize,
         leaf_tokens: Option<usize>,
@@ -210,12 +267,11 @@ impl Numerics {
             .into_iter()
             .min()
             .expect("three widths");
-        Numerics {
-            mode: NumericsMode::Canonical,
+        Canonical {
             leaf_tokens: leaf_tokens.unwrap_or(default_leaf),
             tp_leaves: tp_leaves.unwrap_or(default_tp),
-            grad_bits: 36,
-            kv_bits: 40,
+            grad_bits: Self::GRAD_BITS,
+            kv_bits: Self::KV_BITS,
         }
     }
 }
@@ -345,7 +401,7 @@ impl ConfigError {
             ConfigError::Leaf { largest, .. } => format!("the largest leaf that fits is --canonical-leaf-tokens {largest}"),
             ConfigError::TpLeaves { tp_leaves, .. } => {
                 let sizes: Vec<_> = (0..=tp_leaves.ilog2()).map(|log| (1 << log).to_string()).collect();
-                format!("valid TP sizes: {}", sizes.join(", "))
+                format!("valid TP sizes: {}; --numerics fast takes others", sizes.join(", "))
             }
             ConfigError::TpLeavesOfModel { .. } => {
                 "leave out --canonical-tp-leaves for the largest that fits".to_owned()
@@ -382,8 +438,6 @@ impl TrainConfig {
             ("num-query-groups", m.num_query_groups),
             ("kv-channels", m.kv_channels),
             ("vocab-size", m.vocab_size),
-            ("canonical-leaf-tokens", self.numerics.leaf_tokens),
-            ("canonical-tp-leaves", self.numerics.tp_leaves),
         ] {
             if value == 0 {
                 return Err(ConfigError::Zero { what });
@@ -418,18 +472,25 @@ impl TrainConfig {
         if !groups.is_multiple_of(tp as usize) {
             return Err(ConfigError::QueryGroups { tp, groups });
         }
-        self.check_canonical()
+        match &self.numerics {
+            Numerics::Canonical(canonical) => self.check_canonical(canonical),
+            Numerics::Fast if !m.ffn_hidden_size.is_multiple_of(tp as usize) => {
+                let (what, by) = ("ffn-hidden-size", "tensor-model-parallel-size");
+                Err(ConfigError::Indivisible { what, value: m.ffn_hidden_size, by, divisor: tp as usize })
+            }
+            Numerics::Fast => Ok(()),
+        }
     }
 
     /// What random numbers are keyed by must fit its bits.
     fn check_counted(&self) -> Result<(), ConfigError> {
         let m = &self.model;
         let samples = self.train_iters.saturating_mul(self.parallel.global_batch_size());
-        let mut counted = vec![
-            ("train-iters", self.train_iters, u64::from(u32::MAX)),
-            ("numerics.grad_bits", self.numerics.grad_bits.into(), Numerics::FRACTION_BITS_MAX.into()),
-            ("numerics.kv_bits", self.numerics.kv_bits.into(), Numerics::FRACTION_BITS_MAX.into()),
-        ];
+        let mut counted = vec![("train-iters", self.train_iters, u64::from(u32::MAX))];
+        if let Numerics::Canonical(Canonical { grad_bits, kv_bits, .. }) = self.numerics {
+            counted.push(("numerics.grad_bits", grad_bits.into(), Canonical::FRACTION_BITS_MAX.into()));
+            counted.push(("numerics.kv_bits", kv_bits.into(), Canonical::FRACTION_BITS_MAX.into()));
+        }
         if m.hidden_dropout > 0.0 {
             counted.push(("num-layers", m.num_layers as u64, rng::MAX_LAYERS.into()));
             counted.push(("train-samples", samples, rng::MAX_ORDINALS_HIDDEN));
@@ -445,8 +506,13 @@ impl TrainConfig {
         }
     }
 
-    fn check_canonical(&self) -> Result<(), ConfigError> {
-        let Numerics { leaf_tokens: leaf, tp_leaves, .. } = self.numerics;
+    fn check_canonical(&self, canonical: &Canonical) -> Result<(), ConfigError> {
+        let Canonical { leaf_tokens: leaf, tp_leaves, .. } = *canonical;
+        for (what, value) in [("canonical-leaf-tokens", leaf), ("canonical-tp-leaves", tp_leaves)] {
+            if value == 0 {
+                return Err(ConfigError::Zero { what });
+            }
+        }
         let (groups, ffn) = (self.model.num_query_groups, self.model.ffn_hidden_size);
         if !tp_leaves.is_power_of_two() || !groups.is_multiple_of(tp_leaves) || !ffn.is_multiple_of(tp_leaves)
         {
@@ -502,7 +568,8 @@ pub(crate) mod tests {
             init_method_std: 0.02,
         };
         TrainConfig {
-            numerics: Numerics::canonical(&model, parallel.seq_length() as usize, None, None),
+            numerics: Numerics::Canonical(Canonical::new(&model, parallel.seq_length() as usize, None, None)),
+            precision: Precision::Fp32,
             model,
             parallel,
             optimizer: OptimizerConfig { adam_beta1: 0.9, adam_beta2: 0.999, adam_eps: 1e-8, clip_grad: 1.0 },

@@ -9,8 +9,8 @@ mod loss;
 mod mlp;
 pub mod params;
 
-use crate::backend::{Buffers, Dropout, Heads, HiddenSite, Lifetime, Op, View};
-use crate::config::TrainConfig;
+use crate::backend::{Accumulate, Buffers, Dropout, Heads, HiddenSite, Lifetime, Op, View};
+use crate::config::{Canonical, Numerics, TrainConfig};
 use crate::parallel::context::GatheredKv;
 use crate::parallel::tensor::{gather_tokens, reduce_tokens};
 use crate::parallel::{Cx, StepError};
@@ -66,9 +66,14 @@ pub(crate) struct LocalShape {
     pub vocab_valid: usize,
     /// Blocks of TP-split sums on this rank.
     pub blocks: usize,
-    pub leaf: usize,
-    pub grad_bits: u32,
-    pub kv_bits: u32,
+    /// Element type of activations and weights.
+    pub dtype: DType,
+    /// How gradients of weights are summed, those of keys and values, and losses.
+    pub add: Accumulate,
+    pub add_kv: Accumulate,
+    pub add_loss: Accumulate,
+    /// Query rows that attention takes at a time.
+    pub tile: usize,
     pub norm_eps: f32,
     pub seed: u32,
     pub hidden_dropout: f32,
@@ -134,7 +139,16 @@ impl LocalShape {
             queries_per_group: model.queries_per_group(),
             head_dim: model.kv_channels,
         };
-        let vocab = params::padded_vocab(model.vocab_size, config.numerics.tp_leaves) / tp;
+        let blocks = config.numerics.tp_blocks(tp);
+        let vocab = params::padded_vocab(model.vocab_size, blocks) / tp;
+        let (add, add_kv, tile) = match &config.numerics {
+            Numerics::Canonical(Canonical { leaf_tokens: leaf, grad_bits, kv_bits, .. }) => {
+                let fixed = |bits| Accumulate::Fixed { leaf: *leaf, bits };
+                (fixed(*grad_bits), fixed(*kv_bits), *leaf)
+            }
+            Numerics::Fast => (Accumulate::Float, Accumulate::Float, fast_tile(config, groups)),
+        };
+        let (leaf, bits) = config.numerics.loss();
         LocalShape {
             batch,
             tokens,
@@ -148,10 +162,12 @@ impl LocalShape {
             vocab,
             vocab_first_row: tp_rank * vocab,
             vocab_valid: model.vocab_size.saturating_sub(tp_rank * vocab).min(vocab),
-            blocks: config.numerics.tp_leaves / tp,
-            leaf: config.numerics.leaf_tokens,
-            grad_bits: config.numerics.grad_bits,
-            kv_bits: config.numerics.kv_bits,
+            blocks: blocks / tp,
+            dtype: config.precision.dtype(),
+            add,
+            add_kv,
+            add_loss: Accumulate::Fixed { leaf, bits },
+            tile,
             norm_eps: model.norm_epsilon,
             seed: config.seed,
             hidden_dropout: model.hidden_dropout,
@@ -165,6 +181,16 @@ impl LocalShape {
     }
 }
 
+/// The most query rows, up to 64, that divide every run of positions that a rank holds.
+fn fast_tile(config: &TrainConfig, groups: &ProcessGroups) -> usize {
+    let seq = config.parallel.seq_length() as usize;
+    let run = match groups.size(GroupKind::Cp) as usize {
+        1 => seq,
+        cp => seq / (2 * cp),
+    };
+    (1..=run.min(64)).rev().find(|tile| run.is_multiple_of(*tile)).expect("1 divides all")
+}
+
 impl Model {
     /// Declares the buffers of the program for the rank behind `groups`.
     pub(crate) fn new(config: &TrainConfig, groups: &ProcessGroups, buffers: &mut Buffers) -> Self {
@@ -176,6 +202,7 @@ impl Model {
             .collect();
         let mut declare =
             |name: &str, dtype, rows, cols| buffers.declare(name, Lifetime::Transient, dtype, rows, cols);
+        let dtype = shape.dtype;
         let (m, ms, h) = (shape.tokens, shape.share_tokens, shape.hidden);
         let d = shape.heads.head_dim;
         let inputs = Inputs {
@@ -188,8 +215,8 @@ impl Model {
             rope_values: rope_table(seq, d, config.model.rotary_base),
         };
         let mut of_share = |share: &str, full: &str| {
-            let full = declare(full, DType::F32, m, h);
-            let share = if shape.sequence_parallel { declare(share, DType::F32, ms, h) } else { full };
+            let full = declare(full, dtype, m, h);
+            let share = if shape.sequence_parallel { declare(share, dtype, ms, h) } else { full };
             (share, full)
         };
         let (normed, normed_full) = of_share("normed", "normed_full");
@@ -202,16 +229,16 @@ impl Model {
             partial,
             delta,
             tree: (0..shape.blocks.ilog2())
-                .map(|level| declare(&format!("tree.{level}"), DType::F32, m, h))
+                .map(|level| declare(&format!("tree.{level}"), dtype, m, h))
                 .collect(),
-            d_residual: declare("d_residual", DType::F32, ms, h),
+            d_residual: declare("d_residual", dtype, ms, h),
             d_delta,
             d_delta_full,
             d_normed_partial,
             d_normed,
         };
         let mut norm = |name: String| NormSaved {
-            sum: declare(&format!("{name}.residual"), DType::F32, ms, h),
+            sum: declare(&format!("{name}.residual"), dtype, ms, h),
             rstd: declare(&format!("{name}.rstd"), DType::F32, ms, 1),
         };
         let norms: Vec<[NormSaved; 2]> = (0..table.layers.len())
@@ -227,11 +254,16 @@ impl Model {
                 mlp: mlp::Saved::new(&shape, at, buffers),
             })
             .collect();
-        let kv = GatheredKv::new(buffers, shape.batch, &held, 2 * shape.heads.groups * d);
+        let kv = GatheredKv::new(buffers, shape.batch, &held, shape.heads.kv_cols(), dtype, shape.add_kv);
         let attention = Attention::new(&shape, kv, buffers);
         let mlp = Mlp::new(&shape, buffers);
         let loss = Loss::new(&shape, buffers);
         Model { shape, table, layers, inputs, work, attention, mlp, loss, final_saved }
+    }
+
+    /// This rank's sizes.
+    pub(crate) fn shape(&self) -> &LocalShape {
+        &self.shape
     }
 
     /// The parameters.
@@ -311,15 +343,13 @@ impl Model {
         }
         self.block_grad(cx, 0, HiddenSite::Embedding, "embedding.gather_grad")?;
         let (tokens, d_out) = (self.inputs.tokens, work.d_delta_full);
-        let (first_row, leaf, bits) =
-            (self.shape.vocab_first_row as i32, self.shape.leaf, self.shape.grad_bits);
+        let (first_row, add) = (self.shape.vocab_first_row as i32, self.shape.add);
         cx.weights.add_grad(cx.be, cx.comms, self.table.embedding, |acc| Op::EmbedBackward {
             tokens,
             d_out,
             first_row,
             acc,
-            leaf,
-            bits,
+            add,
         })
     }
 
@@ -388,8 +418,7 @@ impl Model {
             d_sum: self.work.d_residual,
             accumulate,
             d_gamma: home.grad,
-            leaf: self.shape.leaf,
-            bits: self.shape.grad_bits,
+            add: self.shape.add,
         })?)
     }
 

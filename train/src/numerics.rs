@@ -94,6 +94,16 @@ pub fn ln(x: f32) -> f32 {
     (k as f64 * std::f64::consts::LN_2 + 2.0 * s * series) as f32
 }
 
+/// The nearest number that BF16 holds, of two the one with an even last bit. NaN stays NaN.
+///
+/// No branch, so loops over it vectorize.
+#[inline(always)]
+pub fn round_to_bf16(x: f32) -> f32 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) & 0xFFFF_0000;
+    f32::from_bits(if x.is_nan() { bits & 0xFFFF_0000 | 0x40_0000 } else { rounded })
+}
+
 /// Σ x in an order that depends on the length alone.
 #[inline(always)]
 pub fn sum(x: &[f32]) -> f32 {
@@ -232,6 +242,15 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn rounding_to_bf16_takes_the_nearest_and_of_two_the_even(bits: u32) {
+            let x = f32::from_bits(bits);
+            let expected = half::bf16::from_f32(x).to_f32();
+            prop_assert_eq!(round_to_bf16(x).to_bits(), expected.to_bits());
+            let middle = f32::from_bits(bits & 0xFFFF_0000 | 0x8000);
+            prop_assert_eq!(round_to_bf16(middle).to_bits(), half::bf16::from_f32(middle).to_f32().to_bits());
+        }
+
         /// Any power-of-two cut into aligned blocks adds up to the same bits.
         #[test]
         fn pairwise_sums_of_aligned_blocks_are_the_sum_of_all(

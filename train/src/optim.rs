@@ -3,7 +3,7 @@
 //! Gradients belong to the *sum* of the token losses; the one division by the global count happens here, so it is the same
 //! under every layout and micro-batch size.
 
-use crate::backend::{Backend, Buffers, Lifetime, Op, View};
+use crate::backend::{Accumulate, Backend, BackendError, Buffers, Lifetime, Op, View};
 use crate::comm::Reduce;
 use crate::config::OptimizerConfig;
 use crate::model::params::ParamTable;
@@ -17,12 +17,16 @@ pub(crate) struct Optimizer {
     config: OptimizerConfig,
     pub(crate) bucket: ReplicaBucket,
     params: Vec<Owned>,
-    /// Gradients of parameters that GTP does not cut, one after another, I64.
+    /// Gradients of parameters that GTP does not cut, one after another, accumulators.
     replicated_grads: Option<View>,
     /// Whether TP peers hold different tokens of those gradients, as under sequence parallelism.
     sum_over_tp: bool,
     /// F32, one element for each owned one.
     grad: View,
+    /// Fraction bits of gradients in fixed point; `None` where they are F32 all along.
+    grad_bits: Option<u32>,
+    /// F32 masters of weights that are BF16, persistent.
+    pub(crate) master: Option<View>,
     /// First and second moments, persistent.
     pub(crate) exp_avg: View,
     pub(crate) exp_avg_sq: View,
@@ -70,6 +74,7 @@ impl Optimizer {
         homes: &[ParamHome],
         replicated_grads: Option<View>,
         sum_over_tp: bool,
+        add: Accumulate,
         buffers: &mut Buffers,
     ) -> Result<Self, Indivisible> {
         let mut rows = Vec::new();
@@ -85,12 +90,21 @@ impl Optimizer {
         let bucket = ReplicaBucket::new(homes, &rows, replicas as usize, position.index(), buffers);
         let count = bucket.count();
         let mut declare = |name: &str, lifetime, dtype, cols| buffers.declare(name, lifetime, dtype, 1, cols);
+        let (grad, grad_bits) = match add {
+            Accumulate::Fixed { bits, .. } => {
+                (declare("grad", Lifetime::Transient, DType::F32, count), Some(bits))
+            }
+            Accumulate::Float => (bucket.grad_part(), None),
+        };
+        let has_masters = homes[0].weight.dtype != DType::F32;
         Ok(Optimizer {
             config: config.clone(),
             params,
             replicated_grads,
             sum_over_tp,
-            grad: declare("grad", Lifetime::Transient, DType::F32, count),
+            grad,
+            grad_bits,
+            master: has_masters.then(|| declare("master", Lifetime::Persistent, DType::F32, count)),
             exp_avg: declare("exp_avg", Lifetime::Persistent, DType::F32, count),
             exp_avg_sq: declare("exp_avg_sq", Lifetime::Persistent, DType::F32, count),
             limbs: declare("grad_norm.limbs", Lifetime::Transient, DType::I64, 6),
@@ -105,18 +119,20 @@ impl Optimizer {
         be: &mut dyn Backend,
         comms: &Comms,
         update: &Update,
-        bits: u32,
     ) -> Result<GradNorm, StepError> {
         if let Some(grads) = self.replicated_grads {
-            let ticket = comms.gtp_remat.all_reduce(be, "norm_weights.reduce_gtp", Reduce::Fixed, grads)?;
+            let sum = Reduce::of_accumulators(grads.dtype);
+            let ticket = comms.gtp_remat.all_reduce(be, "norm_weights.reduce_gtp", sum, grads)?;
             comms.gtp_remat.wait(be, ticket)?;
             if self.sum_over_tp {
-                let ticket = comms.tp.all_reduce(be, "norm_weights.reduce_tp", Reduce::Fixed, grads)?;
+                let ticket = comms.tp.all_reduce(be, "norm_weights.reduce_tp", sum, grads)?;
                 comms.tp.wait(be, ticket)?;
             }
         }
-        let acc = self.bucket.reduce_grads(be, comms)?;
-        be.run(Op::FxTake { acc, bits, out: self.grad })?;
+        self.bucket.reduce_grads(be, comms)?;
+        if let Some(bits) = self.grad_bits {
+            be.run(Op::FxTake { acc: self.bucket.grad_part(), bits, out: self.grad })?;
+        }
 
         be.run(Op::Zero { dst: self.limbs })?;
         for (index, owned) in self.params.iter().enumerate() {
@@ -155,12 +171,13 @@ impl Optimizer {
         };
         let correction = |beta: f64| (1.0 - libm::pow(beta, update.step as f64)) as f32;
         for (index, owned) in self.params.iter().enumerate() {
-            let w = self.bucket.own_rows(index);
-            if w.numel() == 0 {
+            let weight = self.bucket.own_rows(index);
+            if weight.numel() == 0 {
                 continue;
             }
+            let master = self.master.map(|master| self.bucket.in_part(index, master));
             be.run(Op::AdamW {
-                w,
+                w: master.unwrap_or(weight),
                 m: self.bucket.in_part(index, self.exp_avg),
                 v: self.bucket.in_part(index, self.exp_avg_sq),
                 g: self.bucket.in_part(index, self.grad),
@@ -173,8 +190,25 @@ impl Optimizer {
                 correction1: correction(config.adam_beta1),
                 correction2: correction(config.adam_beta2),
             })?;
+            if let Some(master) = master {
+                be.run(Op::Cast { src: master, dst: weight })?;
+            }
         }
         self.bucket.gather_rows(be, comms)
+    }
+
+    /// Starts the masters of these parameters as their weights are.
+    pub(crate) fn restart_masters(
+        &self,
+        be: &mut dyn Backend,
+        is_meant: impl Fn(usize) -> bool,
+    ) -> Result<(), BackendError> {
+        let Some(master) = self.master else { return Ok(()) };
+        for index in (0..self.params.len()).filter(|index| is_meant(*index)) {
+            let (src, dst) = (self.bucket.own_rows(index), self.bucket.in_part(index, master));
+            be.run(Op::Cast { src, dst })?;
+        }
+        Ok(())
     }
 }
 

@@ -6,7 +6,7 @@ pub(crate) mod tensor;
 pub(crate) mod weight;
 
 use crate::backend::{Backend, BackendError, Op};
-use crate::comm::{Comm, CommError};
+use crate::comm::{Comm, CommError, Reduce};
 use mesh::{GroupKind, MissingGroups, ProcessGroups};
 use std::rc::Rc;
 use weight::WeightStore;
@@ -64,6 +64,8 @@ pub(crate) struct Cx<'a> {
     pub be: &'a mut dyn Backend,
     pub comms: &'a Comms,
     pub weights: &'a mut WeightStore,
+    /// How sums over a TP-split dimension are combined.
+    pub tp_sum: Reduce,
 }
 
 impl Cx<'_> {

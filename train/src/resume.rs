@@ -11,12 +11,13 @@ pub use compare::{DataState, Difference, SavedRun, SchedulerState, compare};
 pub use error::ResumeError;
 pub use streams::{RngPolicy, StreamCell};
 
+use crate::comm::CommError;
 use crate::config::TrainConfig;
-use crate::state::{RunState, Streams};
+use crate::state::{MASTER, RunState, Streams};
 use crate::step::Trainer;
 use ckpt::{Counters, OwnShard, StateSource, StoredTensor, Strictness, own_shards, plan_load};
 use compare::{check_random, other_samples};
-use mesh::{ParallelLayout, ShardedTensor, StateKind};
+use mesh::{ParallelLayout, ShardedTensor, StateKind, TensorKey};
 use prove::prove;
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
@@ -109,6 +110,12 @@ pub(crate) fn load(
         .collect::<Vec<_>>();
     own.retain(|own| wants(resume.selection, state.table().entries()[own.entry].kind));
     let loaded = fill(resume, trainer, state, &own)?;
+    let (program, be) = trainer.parts();
+    let is_lacking = |param: usize| {
+        let key = format!("{}{MASTER}{}", state.prefix(), program.model.table().params[param].key);
+        !resume.selection.optimizer || resume.source.catalog().tensor(&TensorKey::new(key)).is_none()
+    };
+    program.optimizer.restart_masters(be, is_lacking).map_err(CommError::from)?;
     *streams = Streams::derive(trainer.config().seed, trainer.groups(), iteration);
     let continued = match resume.selection.rng {
         true => load_streams(resume, trainer, state, streams)?,

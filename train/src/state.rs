@@ -12,6 +12,8 @@ use mesh::{
 
 /// Key of the tensor of random streams.
 pub const RNG_STATE: &str = "rng_state";
+/// Prefix of the keys of masters, where weights are not f32 themselves.
+pub const MASTER: &str = "optimizer.state.param.";
 /// Prefix of the keys of first moments.
 pub const EXP_AVG: &str = "optimizer.state.exp_avg.";
 /// Prefix of the keys of second moments.
@@ -22,6 +24,7 @@ pub const EXP_AVG_SQ: &str = "optimizer.state.exp_avg_sq.";
 pub struct RunState {
     table: StateTable,
     locals: Vec<Local>,
+    prefix: String,
     rng_key: TensorKey,
 }
 
@@ -120,24 +123,31 @@ impl RunState {
                 _ => weight,
             };
             let rows = param.placement.clone().with_rows_over(GroupKind::DpCp);
-            let moment = |part| Memory::Device(optimizer.bucket.in_part(index, part));
+            let owned = |part| Memory::Device(optimizer.bucket.in_part(index, part));
             let placement = param.placement.clone();
-            add(param.key.to_string(), StateKind::Model, DType::F32, placement, Memory::Device(weight))?;
-            for (name, part) in [(EXP_AVG, optimizer.exp_avg), (EXP_AVG_SQ, optimizer.exp_avg_sq)] {
+            add(param.key.to_string(), StateKind::Model, weight.dtype, placement, Memory::Device(weight))?;
+            let moments = [(EXP_AVG, optimizer.exp_avg), (EXP_AVG_SQ, optimizer.exp_avg_sq)];
+            for (name, part) in optimizer.master.map(|part| (MASTER, part)).into_iter().chain(moments) {
                 let key = format!("{name}{}", param.key);
-                add(key, StateKind::Optimizer, DType::F32, rows.clone(), moment(part))?;
+                add(key, StateKind::Optimizer, DType::F32, rows.clone(), owned(part))?;
             }
         }
         add(RNG_STATE.into(), StateKind::Rng, DType::U32, stream_placement(&groups), Memory::Streams)?;
         entries.sort_by(|(a, _), (b, _)| a.key.cmp(&b.key));
         let (entries, locals) = entries.into_iter().unzip();
         let table = StateTable::new(entries).expect("parameters have different keys");
-        Ok(RunState { table, locals, rng_key: TensorKey::new(format!("{prefix}{RNG_STATE}")) })
+        let rng_key = TensorKey::new(format!("{prefix}{RNG_STATE}"));
+        Ok(RunState { table, locals, prefix: prefix.to_owned(), rng_key })
     }
 
     /// All entries, sorted by key; equal on all ranks.
     pub fn table(&self) -> &StateTable {
         &self.table
+    }
+
+    /// What stands before every key.
+    pub fn prefix(&self) -> &str {
+        &self.prefix
     }
 
     /// Key of the tensor of random streams.

@@ -4,7 +4,7 @@ use crate::backend::cpu::CpuBackend;
 use crate::backend::{Backend, BackendError, Buffers, Lifetime, MemoryPlan, Op, Recorder, View};
 use crate::comm::Reduce;
 use crate::comm::record::{CallLog, RecordedComm};
-use crate::config::TrainConfig;
+use crate::config::{Numerics, TrainConfig};
 use crate::data::sampler::RankBatch;
 use crate::model::params::{Init, ParamDecl, ParamTable};
 use crate::model::{MicroBatch, Model};
@@ -13,6 +13,7 @@ use crate::parallel::weight::{ParamHome, WeightStore};
 use crate::parallel::{Comms, Cx, StepError};
 use crate::rng::init_normal;
 use crate::state::{RunState, Streams};
+use half::bf16;
 use mesh::{DType, GroupKind, Indivisible, MissingGroups, ProcessGroups, Region, TensorKey, paired_runs};
 use serde::{Deserialize, Serialize};
 use std::rc::Rc;
@@ -35,7 +36,8 @@ pub(crate) struct Program {
     pub optimizer: Optimizer,
     /// The loss's fixed-point sum and the count it is divided by, I64 `[1, 2]`.
     stats: View,
-    grad_bits: u32,
+    loss_bits: u32,
+    tp_sum: Reduce,
 }
 
 /// A rank cannot be set up.
@@ -83,7 +85,8 @@ pub struct ParamGroups {
 impl Program {
     fn new(config: &TrainConfig, groups: &ProcessGroups, buffers: &mut Buffers) -> Result<Self, BuildError> {
         let model = Model::new(config, groups, buffers);
-        let homes = Homes::new(model.table(), groups, buffers)?;
+        let (dtype, add) = (config.precision.dtype(), model.shape().add);
+        let homes = Homes::new(model.table(), groups, dtype, add.dtype(), buffers)?;
         let sum_over_tp = config.parallel.sequence_parallel();
         let optimizer = Optimizer::new(
             &config.optimizer,
@@ -92,11 +95,17 @@ impl Program {
             &homes.params,
             homes.replicated_grads,
             sum_over_tp,
+            add,
             buffers,
         )?;
         let weights = WeightStore::new(homes.params, groups.size(GroupKind::GtpRemat) as usize, buffers);
         let stats = buffers.declare("stats", Lifetime::Persistent, DType::I64, 1, 2);
-        Ok(Program { model, weights, optimizer, stats, grad_bits: config.numerics.grad_bits })
+        let tp_sum = match config.numerics {
+            Numerics::Canonical(_) => Reduce::Tree,
+            Numerics::Fast => Reduce::Sum,
+        };
+        let (_, loss_bits) = config.numerics.loss();
+        Ok(Program { model, weights, optimizer, stats, loss_bits, tp_sum })
     }
 
     fn zero_grads(&mut self, be: &mut dyn Backend) -> Result<(), StepError> {
@@ -113,7 +122,8 @@ impl Program {
         batch: &MicroBatch,
     ) -> Result<(), StepError> {
         let loss_sum = self.stats.col_range(0, 1);
-        self.model.run(&mut Cx { be, comms, weights: &mut self.weights }, batch, loss_sum)
+        let cx = &mut Cx { be, comms, weights: &mut self.weights, tp_sum: self.tp_sum };
+        self.model.run(cx, batch, loss_sum)
     }
 
     /// The sum of all weighted token losses, and the count it is divided by.
@@ -123,7 +133,7 @@ impl Program {
         comms.dp_cp_gtp_remat.wait(be, ticket)?;
         let mut stats = [0i64; 2];
         be.download(self.stats, bytemuck::cast_slice_mut(&mut stats))?;
-        let loss = stats[0] as f64 / (1u64 << self.grad_bits) as f64;
+        let loss = stats[0] as f64 / (1u64 << self.loss_bits) as f64;
         Ok((loss, stats[1] as u64))
     }
 
@@ -146,7 +156,7 @@ impl Program {
         self.micro_batch(recorder, comms, &MicroBatch::default())?;
         self.reduce_loss(recorder, comms, 1)?;
         let update = Update { lr: 0.0, weight_decay: 0.0, step: 1, count: 1, leaves: 1 };
-        self.optimizer.reduce(recorder, comms, &update, self.grad_bits)?;
+        self.optimizer.reduce(recorder, comms, &update)?;
         self.optimizer.update(recorder, comms, &update, 1.0)
     }
 }
@@ -158,14 +168,21 @@ struct Homes {
 }
 
 impl Homes {
-    fn new(table: &ParamTable, groups: &ProcessGroups, buffers: &mut Buffers) -> Result<Self, BuildError> {
+    /// Weights of type `dtype`, gradients in accumulators of type `acc`.
+    fn new(
+        table: &ParamTable,
+        groups: &ProcessGroups,
+        dtype: DType,
+        acc: DType,
+        buffers: &mut Buffers,
+    ) -> Result<Self, BuildError> {
         let gtp = groups.size(GroupKind::GtpRemat) as usize;
         let is_sharded = |param: &ParamDecl| param.placement.is_cut_over(GroupKind::GtpRemat);
         let replicated_len: usize = (table.params.iter().filter(|param| !is_sharded(param)))
             .map(|param| param.placement.shape().numel() as usize)
             .sum();
         let replicated_grads = (replicated_len > 0)
-            .then(|| buffers.declare("grad.replicated", Lifetime::Persistent, DType::I64, 1, replicated_len));
+            .then(|| buffers.declare("grad.replicated", Lifetime::Persistent, acc, 1, replicated_len));
         let mut replicated_at = 0;
         let mut params = Vec::new();
         for param in &table.params {
@@ -177,7 +194,7 @@ impl Homes {
                 let grads = replicated_grads.expect("declared for parameters like this one");
                 let grad = grads.col_range(replicated_at, replicated_at + len);
                 replicated_at += len;
-                let weight = declare("weight", DType::F32, 1, len);
+                let weight = declare("weight", dtype, 1, len);
                 params.push(ParamHome { weight, grad, gathered_rows: 1, is_sharded: false });
                 continue;
             }
@@ -191,8 +208,8 @@ impl Homes {
             }
             let rows = gathered_rows.div_ceil(gtp);
             params.push(ParamHome {
-                weight: declare("weight", DType::F32, rows, cols),
-                grad: declare("grad", DType::I64, rows, cols),
+                weight: declare("weight", dtype, rows, cols),
+                grad: declare("grad", acc, rows, cols),
                 gathered_rows,
                 is_sharded: true,
             });
@@ -236,8 +253,13 @@ impl Trainer {
                     }
                 }
             }
-            self.be.upload(home.weight, bytemuck::cast_slice(&values)).expect("host memory");
+            let bytes: Vec<u8> = match home.weight.dtype {
+                DType::Bf16 => values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
+                _ => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+            };
+            self.be.upload(home.weight, &bytes).expect("host memory");
         }
+        self.program.optimizer.restart_masters(self.be.as_mut(), |_| true).expect("host memory");
         Ok(())
     }
 
@@ -312,9 +334,9 @@ impl Trainer {
             weight_decay: settings.weight_decay,
             step: settings.update,
             count,
-            leaves: tokens / config.numerics.leaf_tokens as u64,
+            leaves: tokens / config.numerics.loss().0 as u64,
         };
-        let reduced = program.optimizer.reduce(be, comms, &update, program.grad_bits)?;
+        let reduced = program.optimizer.reduce(be, comms, &update)?;
         let applied = reduced.in_range && reduced.norm.is_finite();
         if applied {
             program.optimizer.update(be, comms, &update, reduced.norm)?;

@@ -226,3 +226,23 @@ fn less_than_the_whole_state_is_said_and_no_level_is_claimed() {
     assert!(said.starts_with("step 0 with weights of step 4 of run: "), "{said}");
     assert!(said.contains("\nstep 1/1  "), "{said}");
 }
+
+#[test]
+fn fast_numerics_and_bf16_are_kept_by_a_resume_which_expects_equal_bits_under_the_same_layout_alone() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let line = format!("train {MODEL} --train-iters 4");
+    ok(folder, &format!("{line} --numerics fast --bf16 --save run --save-interval 2"));
+    let said = ok(folder, &format!("{line} --load run@2 --save same"));
+    assert!(said.contains("L3 step 3 is bit-identical"), "{said}");
+    assert_eq!(metrics(folder, "same"), metrics(folder, "run")[2..]);
+    let said = ok(folder, &format!("{line} --load run@2 --save other --tp 2 --strict"));
+    assert!(said.contains("not expected: other layout (fast numerics) than in the checkpoint"), "{said}");
+    expect![[r#"
+        Error: RM3001
+
+          × the checkpoint and this run differ: precision is bf16 in the checkpoint but fp32 here
+          help: give this run the checkpoint's values, or another --save; what is a shape cannot change
+    "#]]
+    .assert_eq(&refused(folder, &format!("{line} --load run@2 --save other --fp32"), 2));
+}

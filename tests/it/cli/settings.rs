@@ -26,12 +26,12 @@ fn a_pasted_launch_script_is_taken_and_what_makes_no_difference_is_named() {
     assert_eq!(metrics(folder, "run").len(), 2);
 
     let said =
-        refused(folder, &format!("train {script} --bf16 --num-experts 8 --normalization LayerNorm"), 2);
+        refused(folder, &format!("train {script} --fp16 --num-experts 8 --normalization LayerNorm"), 2);
     expect![[r#"
         Error: RM6005
 
-          × `--normalization LayerNorm`: the one model so far is Llama-like: RMSNorm, rotary positions, SwiGLU, no biases; `--num-experts 8`: there are no experts so far; `--bf16`: the trainer computes in f32 on CPU so far
-          help: leave out --normalization LayerNorm --num-experts 8 --bf16
+          × `--normalization LayerNorm`: the one model so far is Llama-like: RMSNorm, rotary positions, SwiGLU, no biases; `--num-experts 8`: there are no experts so far; `--fp16`: the trainer computes in f32 or bf16 so far
+          help: leave out --normalization LayerNorm --num-experts 8 --fp16
     "#]]
     .assert_eq(&said);
 }
@@ -149,12 +149,12 @@ fn layouts_that_cannot_be_are_refused_before_anything_is_written() {
     "#]]
     .assert_eq(&refused("--cp 2 --canonical-leaf-tokens 16"));
     expect![[r#"
-        Error: RM6005
+        Error: RM6003
 
-          × `--numerics fast` is not there yet
-          help: leave it out: canonical numerics are the default
+          × leaves and blocks are set, which fast numerics do not have
+          help: leave out --canonical-leaf-tokens and --canonical-tp-leaves, or say --numerics canonical
     "#]]
-    .assert_eq(&refused("--numerics fast"));
+    .assert_eq(&refused("--numerics fast --canonical-leaf-tokens 8"));
     // Layouts that the rules admit and the trainer does not run.
     for flags in [
         "--nproc-per-node 2 --ep 2",

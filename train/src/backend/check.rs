@@ -1,8 +1,8 @@
 //! What every operation asks of its operands, on every device.
 
-use super::{Center, Heads, Op, View};
+use super::{Accumulate, Center, Heads, Op, View};
 use mesh::DType;
-use mesh::DType::{F32, I32, I64};
+use mesh::DType::{Bf16, F32, I32, I64};
 
 impl Op {
     /// The operation's name.
@@ -11,6 +11,7 @@ impl Op {
         match self {
             Zero { .. } => "Zero",
             Copy { .. } => "Copy",
+            Cast { .. } => "Cast",
             Add { .. } => "Add",
             AddFixed { .. } => "AddFixed",
             GatherRows { .. } => "GatherRows",
@@ -69,10 +70,21 @@ impl Op {
                 "{name}: {what} of {part} does not divide {whole}"
             );
         };
-        let is_center = |center: Option<Center>, rows: usize, cols: usize| {
+        // The compute type, as this operand has it; the others of the operation follow.
+        let compute = |operand: &str, view: View| {
+            let known = [F32, Bf16].contains(&view.dtype);
+            assert!(known, "{name}: `{operand}` is {}, expected F32 or BF16", view.dtype);
+            view.dtype
+        };
+        let leaf_divides = |add: Accumulate, rows: usize| {
+            if let Accumulate::Fixed { leaf, .. } = add {
+                divides("a leaf", leaf, rows);
+            }
+        };
+        let is_center = |center: Option<Center>, dtype: DType, rows: usize, cols: usize| {
             if let Some(Center { mean, beta }) = center {
                 is("mean", mean, F32, rows, 1);
-                is("beta", beta, F32, 1, cols);
+                is("beta", beta, dtype, 1, cols);
             }
         };
         match *self {
@@ -81,9 +93,13 @@ impl Op {
                 is("src", src, src.dtype, src.rows, src.cols);
                 is("dst", dst, src.dtype, src.rows, src.cols);
             }
+            Cast { src, dst } => {
+                is("src", src, compute("src", src), src.rows, src.cols);
+                is("dst", dst, compute("dst", dst), src.rows, src.cols);
+            }
             Add { src, dst } => {
-                is("src", src, F32, src.rows, src.cols);
-                is("dst", dst, F32, src.rows, src.cols);
+                is("src", src, compute("src", src), src.rows, src.cols);
+                is("dst", dst, src.dtype, src.rows, src.cols);
             }
             AddFixed { src, dst } => {
                 is("src", src, I64, src.rows, src.cols);
@@ -96,90 +112,93 @@ impl Op {
             }
             Embed { tokens, table, out, .. } => {
                 is("tokens", tokens, I32, out.rows, 1);
-                is("table", table, F32, table.rows, out.cols);
-                is("out", out, F32, out.rows, out.cols);
+                is("table", table, compute("table", table), table.rows, out.cols);
+                is("out", out, table.dtype, out.rows, out.cols);
             }
-            EmbedBackward { tokens, d_out, acc, .. } => {
+            EmbedBackward { tokens, d_out, acc, add, .. } => {
                 is("tokens", tokens, I32, d_out.rows, 1);
-                is("d_out", d_out, F32, d_out.rows, d_out.cols);
-                is("acc", acc, I64, acc.rows, d_out.cols);
+                is("d_out", d_out, compute("d_out", d_out), d_out.rows, d_out.cols);
+                is("acc", acc, add.dtype(), acc.rows, d_out.cols);
             }
             AddNorm { x, delta, gamma, center, sum, rstd, out, .. } => {
-                is("x", x, F32, x.rows, x.cols);
+                let dtype = compute("x", x);
+                is("x", x, dtype, x.rows, x.cols);
                 if let Some(delta) = delta {
-                    is("delta", delta, F32, x.rows, x.cols);
+                    is("delta", delta, dtype, x.rows, x.cols);
                 }
-                is("gamma", gamma, F32, 1, x.cols);
-                is_center(center, x.rows, x.cols);
-                is("sum", sum, F32, x.rows, x.cols);
+                is("gamma", gamma, dtype, 1, x.cols);
+                is_center(center, dtype, x.rows, x.cols);
+                is("sum", sum, dtype, x.rows, x.cols);
                 is("rstd", rstd, F32, x.rows, 1);
-                is("out", out, F32, x.rows, x.cols);
+                is("out", out, dtype, x.rows, x.cols);
             }
             NormApply { sum, rstd, gamma, center, out } => {
-                is("sum", sum, F32, sum.rows, sum.cols);
+                let dtype = compute("sum", sum);
+                is("sum", sum, dtype, sum.rows, sum.cols);
                 is("rstd", rstd, F32, sum.rows, 1);
-                is("gamma", gamma, F32, 1, sum.cols);
-                is_center(center, sum.rows, sum.cols);
-                is("out", out, F32, sum.rows, sum.cols);
+                is("gamma", gamma, dtype, 1, sum.cols);
+                is_center(center, dtype, sum.rows, sum.cols);
+                is("out", out, dtype, sum.rows, sum.cols);
             }
-            NormBackward { d_out, sum, mean, rstd, gamma, d_sum, d_gamma, leaf, .. } => {
-                is("sum", sum, F32, sum.rows, sum.cols);
-                is("d_out", d_out, F32, sum.rows, sum.cols);
+            NormBackward { d_out, sum, mean, rstd, gamma, d_sum, d_gamma, add, .. } => {
+                let dtype = compute("sum", sum);
+                is("sum", sum, dtype, sum.rows, sum.cols);
+                is("d_out", d_out, dtype, sum.rows, sum.cols);
                 if let Some(mean) = mean {
                     is("mean", mean, F32, sum.rows, 1);
                 }
                 is("rstd", rstd, F32, sum.rows, 1);
-                is("gamma", gamma, F32, 1, sum.cols);
-                is("d_sum", d_sum, F32, sum.rows, sum.cols);
-                is("d_gamma", d_gamma, I64, 1, sum.cols);
-                divides("a leaf", leaf, sum.rows);
+                is("gamma", gamma, dtype, 1, sum.cols);
+                is("d_sum", d_sum, dtype, sum.rows, sum.cols);
+                is("d_gamma", d_gamma, add.dtype(), 1, sum.cols);
+                leaf_divides(add, sum.rows);
             }
             Linear { x, w, bias, out, .. } => {
-                is("x", x, F32, x.rows, x.cols);
-                is("w", w, F32, w.rows, x.cols);
+                is("x", x, compute("x", x), x.rows, x.cols);
+                is("w", w, x.dtype, w.rows, x.cols);
                 if let Some(bias) = bias {
-                    is("bias", bias, F32, 1, w.rows);
+                    is("bias", bias, x.dtype, 1, w.rows);
                 }
-                is("out", out, F32, x.rows, w.rows);
+                is("out", out, x.dtype, x.rows, w.rows);
             }
             AddBias { bias, x } => {
-                is("bias", bias, F32, 1, x.cols);
-                is("x", x, F32, x.rows, x.cols);
+                is("x", x, compute("x", x), x.rows, x.cols);
+                is("bias", bias, x.dtype, 1, x.cols);
             }
             LinearDx { d_out, w, d_x, .. } => {
-                is("d_out", d_out, F32, d_out.rows, d_out.cols);
-                is("w", w, F32, d_out.cols, w.cols);
-                is("d_x", d_x, F32, d_out.rows, w.cols);
+                is("d_out", d_out, compute("d_out", d_out), d_out.rows, d_out.cols);
+                is("w", w, d_out.dtype, d_out.cols, w.cols);
+                is("d_x", d_x, d_out.dtype, d_out.rows, w.cols);
             }
-            LinearDw { d_out, x, acc, leaf, .. } => {
-                is("d_out", d_out, F32, x.rows, d_out.cols);
-                is("x", x, F32, x.rows, x.cols);
-                is("acc", acc, I64, d_out.cols, x.cols);
-                divides("a leaf", leaf, x.rows);
+            LinearDw { d_out, x, acc, add } => {
+                is("d_out", d_out, compute("d_out", d_out), x.rows, d_out.cols);
+                is("x", x, d_out.dtype, x.rows, x.cols);
+                is("acc", acc, add.dtype(), d_out.cols, x.cols);
+                leaf_divides(add, x.rows);
             }
             Rope { qkv, positions, table, heads, .. } => {
-                is("qkv", qkv, F32, qkv.rows, heads.qkv_cols());
+                is("qkv", qkv, compute("qkv", qkv), qkv.rows, heads.qkv_cols());
                 is("positions", positions, I32, qkv.rows, 1);
                 is("table", table, F32, table.rows, heads.head_dim);
                 divides("a pair", 2, heads.head_dim);
             }
             PackKv { qkv, kv, heads } => {
-                is("qkv", qkv, F32, qkv.rows, heads.qkv_cols());
-                is("kv", kv, F32, qkv.rows, heads.kv_cols());
+                is("qkv", qkv, compute("qkv", qkv), qkv.rows, heads.qkv_cols());
+                is("kv", kv, qkv.dtype, qkv.rows, heads.kv_cols());
             }
             UnpackKv { d_kv, d_qkv, heads } => {
                 is("d_kv", d_kv, F32, d_kv.rows, heads.kv_cols());
-                is("d_qkv", d_qkv, F32, d_kv.rows, heads.qkv_cols());
+                is("d_qkv", d_qkv, compute("d_qkv", d_qkv), d_kv.rows, heads.qkv_cols());
             }
-            Attention { qkv, kv, positions, samples, out, lse, heads, batch, leaf, .. } => {
-                let rows = qkv.rows;
-                is("qkv", qkv, F32, rows, heads.qkv_cols());
-                is("kv", kv, F32, kv.rows, heads.kv_cols());
+            Attention { qkv, kv, positions, samples, out, lse, heads, batch, tile, .. } => {
+                let (rows, dtype) = (qkv.rows, compute("qkv", qkv));
+                is("qkv", qkv, dtype, rows, heads.qkv_cols());
+                is("kv", kv, dtype, kv.rows, heads.kv_cols());
                 is("positions", positions, I32, rows, 1);
                 is("samples", samples, I64, rows, 1);
-                is("out", out, F32, rows, heads.out_cols());
+                is("out", out, dtype, rows, heads.out_cols());
                 is("lse", lse, F32, rows, heads.num_queries());
-                attention_divides(&divides, heads, rows, kv.rows, batch, leaf);
+                attention_divides(&divides, heads, rows, kv.rows, batch, tile);
             }
             AttentionBackward {
                 qkv,
@@ -193,37 +212,41 @@ impl Op {
                 d_kv,
                 heads,
                 batch,
-                leaf,
+                tile,
+                add,
                 ..
             } => {
-                let rows = qkv.rows;
-                is("qkv", qkv, F32, rows, heads.qkv_cols());
-                is("kv", kv, F32, kv.rows, heads.kv_cols());
+                let (rows, dtype) = (qkv.rows, compute("qkv", qkv));
+                is("qkv", qkv, dtype, rows, heads.qkv_cols());
+                is("kv", kv, dtype, kv.rows, heads.kv_cols());
                 is("positions", positions, I32, rows, 1);
                 is("samples", samples, I64, rows, 1);
-                is("out", out, F32, rows, heads.out_cols());
+                is("out", out, dtype, rows, heads.out_cols());
                 is("lse", lse, F32, rows, heads.num_queries());
-                is("d_out", d_out, F32, rows, heads.out_cols());
-                is("d_qkv", d_qkv, F32, rows, heads.qkv_cols());
-                is("d_kv", d_kv, I64, kv.rows, heads.kv_cols());
-                attention_divides(&divides, heads, rows, kv.rows, batch, leaf);
+                is("d_out", d_out, dtype, rows, heads.out_cols());
+                is("d_qkv", d_qkv, dtype, rows, heads.qkv_cols());
+                is("d_kv", d_kv, add.dtype(), kv.rows, heads.kv_cols());
+                attention_divides(&divides, heads, rows, kv.rows, batch, tile);
+                if let Accumulate::Fixed { leaf, .. } = add {
+                    assert_eq!(leaf, tile, "{name}: a leaf that is no tile");
+                }
             }
             Activate { activation, x, out } => {
-                is("x", x, F32, out.rows, activation.inputs() * out.cols);
-                is("out", out, F32, out.rows, out.cols);
+                is("x", x, compute("x", x), out.rows, activation.inputs() * out.cols);
+                is("out", out, x.dtype, out.rows, out.cols);
             }
             ActivateBackward { activation, d_out, x, d_x } => {
-                is("d_out", d_out, F32, d_out.rows, d_out.cols);
-                is("x", x, F32, d_out.rows, activation.inputs() * d_out.cols);
-                is("d_x", d_x, F32, d_out.rows, activation.inputs() * d_out.cols);
+                is("d_out", d_out, compute("d_out", d_out), d_out.rows, d_out.cols);
+                is("x", x, d_out.dtype, d_out.rows, activation.inputs() * d_out.cols);
+                is("d_x", d_x, d_out.dtype, d_out.rows, activation.inputs() * d_out.cols);
             }
             CeMax { logits, valid, max } => {
-                is("logits", logits, F32, logits.rows, logits.cols);
+                is("logits", logits, compute("logits", logits), logits.rows, logits.cols);
                 is("max", max, F32, logits.rows, 1);
                 assert!(valid <= logits.cols, "{name}: {valid} valid columns of {}", logits.cols);
             }
             CeSum { logits, max, target, valid, block, sum, picked, .. } => {
-                is("logits", logits, F32, logits.rows, logits.cols);
+                is("logits", logits, compute("logits", logits), logits.rows, logits.cols);
                 is("max", max, F32, logits.rows, 1);
                 is("target", target, I32, logits.rows, 1);
                 is("sum", sum, F32, logits.rows, 1);
@@ -232,7 +255,7 @@ impl Op {
                 divides("a block", block, logits.cols);
             }
             CeGrad { logits, max, sum, picked, target, weight, valid, loss, .. } => {
-                is("logits", logits, F32, logits.rows, logits.cols);
+                is("logits", logits, compute("logits", logits), logits.rows, logits.cols);
                 is("target", target, I32, logits.rows, 1);
                 for (operand, view) in
                     [("max", max), ("sum", sum), ("picked", picked), ("weight", weight), ("loss", loss)]
@@ -241,13 +264,13 @@ impl Op {
                 }
                 assert!(valid <= logits.cols, "{name}: {valid} valid columns of {}", logits.cols);
             }
-            SumRows { x, acc, leaf, .. } => {
-                is("x", x, F32, x.rows, x.cols);
-                is("acc", acc, I64, 1, x.cols);
-                divides("a leaf", leaf, x.rows);
+            SumRows { x, acc, add } => {
+                is("x", x, compute("x", x), x.rows, x.cols);
+                is("acc", acc, add.dtype(), 1, x.cols);
+                leaf_divides(add, x.rows);
             }
             Dropout { x, samples, positions, dropout, .. } => {
-                is("x", x, F32, x.rows, x.cols);
+                is("x", x, compute("x", x), x.rows, x.cols);
                 is("samples", samples, I64, x.rows, 1);
                 is("positions", positions, I32, x.rows, 1);
                 assert!((0.0..1.0).contains(&dropout.p), "{name}: a probability of {}", dropout.p);
@@ -270,17 +293,17 @@ impl Op {
     }
 }
 
-/// Queries are cut into samples and leaves, keys into samples.
+/// Queries are cut into samples and tiles, keys into samples.
 fn attention_divides(
     divides: &impl Fn(&str, usize, usize),
     heads: Heads,
     rows: usize,
     kv_rows: usize,
     batch: usize,
-    leaf: usize,
+    tile: usize,
 ) {
     divides("a batch", batch, rows);
     divides("a batch", batch, kv_rows);
-    divides("a leaf", leaf, rows / batch);
+    divides("a tile", tile, rows / batch);
     assert!(heads.head_dim > 0, "attention heads have elements");
 }

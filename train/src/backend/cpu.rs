@@ -1,10 +1,12 @@
-//! The CPU backend: one thread, one arena an element type, and canonical numerics: whatever rows, columns, leaves and
-//! heads an operation is cut into, the bits are the same.
+//! The CPU backend: one thread, and results that are the same bits whatever rows, columns, leaves and heads an operation is
+//! cut into; only plain f32 accumulators depend on the order of what is added to them.
+//!
+//! Buffers of BF16 hold f32 numbers that are rounded whenever an operation has written them.
 
+mod accumulate;
 mod activation;
 mod arena;
 mod attention;
-mod fixed;
 mod gemm;
 mod linear;
 mod loss;
@@ -17,9 +19,9 @@ mod tests;
 #[cfg(debug_assertions)]
 mod validity;
 
-use super::{Backend, BackendError, Center, MemoryPlan, Op, View};
+use super::{Accumulate, Backend, BackendError, Center, MemoryPlan, Op, View};
+use accumulate::{FixedPoint, Float};
 use arena::Arena;
-use fixed::FixedPoint;
 use matrix::{Matrix, MatrixMut};
 use mesh::DType;
 use std::sync::Arc;
@@ -35,6 +37,8 @@ pub struct CpuBackend {
     i64s: Arena<i64>,
     i32s: Arena<i32>,
     scratch: Vec<f32>,
+    /// Products on their way into accumulators.
+    products: Vec<f32>,
     fixed_point_peak: f32,
     #[cfg(debug_assertions)]
     validity: validity::Validity,
@@ -44,7 +48,7 @@ pub struct CpuBackend {
 macro_rules! with_arena {
     ($backend:expr, $view:expr, |$arena:ident| $body:expr) => {
         match $view.dtype {
-            DType::F32 => {
+            DType::F32 | DType::Bf16 => {
                 let $arena = &mut $backend.f32s;
                 $body
             }
@@ -65,18 +69,19 @@ impl CpuBackend {
     /// A backend with the buffers of `plan`, all zero.
     ///
     /// # Panics
-    /// If the plan has buffers of other types than F32, I64 and I32.
+    /// If the plan has buffers of other types than F32, BF16, I64 and I32.
     pub fn new(plan: MemoryPlan) -> Self {
         for slot in plan.slots() {
-            let known = [DType::F32, DType::I64, DType::I32].contains(&slot.dtype);
+            let known = [DType::F32, DType::Bf16, DType::I64, DType::I32].contains(&slot.dtype);
             assert!(known, "`{}`: the CPU has no buffers of {}", slot.name, slot.dtype);
         }
         let plan = Arc::new(plan);
         CpuBackend {
-            f32s: Arena::new(&plan, plan.arena_len(DType::F32)),
-            i64s: Arena::new(&plan, plan.arena_len(DType::I64)),
-            i32s: Arena::new(&plan, plan.arena_len(DType::I32)),
+            f32s: Arena::new(&plan, &[DType::F32, DType::Bf16]),
+            i64s: Arena::new(&plan, &[DType::I64]),
+            i32s: Arena::new(&plan, &[DType::I32]),
             scratch: Vec::new(),
+            products: Vec::new(),
             fixed_point_peak: 0.0,
             #[cfg(debug_assertions)]
             validity: validity::Validity::new(&plan),
@@ -90,7 +95,7 @@ impl CpuBackend {
         for view in writes {
             if self.validity.write(*view) {
                 match view.dtype {
-                    DType::F32 => self.f32s.fill(view.buf, f32::NAN),
+                    DType::F32 | DType::Bf16 => self.f32s.fill(view.buf, f32::NAN),
                     DType::I64 => self.i64s.fill(view.buf, i64::MIN),
                     _ => self.i32s.fill(view.buf, i32::MIN),
                 }
@@ -101,6 +106,14 @@ impl CpuBackend {
     #[cfg(not(debug_assertions))]
     fn note_use(&mut self, _: &[View], _: &[View]) {}
 
+    /// Rounds what was written to the type of its view.
+    fn round(&mut self, written: View) {
+        if written.dtype == DType::Bf16 {
+            let ([written], []) = self.f32s.borrow([written], []);
+            rows::round_to_bf16(written);
+        }
+    }
+
     fn note_peak(&mut self, peak: f32) {
         self.fixed_point_peak = self.fixed_point_peak.max(peak);
     }
@@ -109,10 +122,8 @@ impl CpuBackend {
 impl Backend for CpuBackend {
     fn run(&mut self, op: Op) -> Result<(), BackendError> {
         op.check();
-        if cfg!(debug_assertions) {
-            let (reads, writes) = op.operands();
-            self.note_use(&reads, &writes);
-        }
+        let (reads, writes) = op.operands();
+        self.note_use(&reads, &writes);
         match op {
             Op::Zero { dst } => with_arena!(self, dst, |arena| {
                 let ([mut dst], []) = arena.borrow([dst], []);
@@ -122,6 +133,10 @@ impl Backend for CpuBackend {
                 let ([dst], [src]) = arena.borrow([dst], [src]);
                 rows::copy(src, dst);
             }),
+            Op::Cast { src, dst } => {
+                let ([dst], [src]) = self.f32s.borrow([dst], [src]);
+                rows::copy(src, dst);
+            }
             Op::Add { src, dst } => {
                 let ([dst], [src]) = self.f32s.borrow([dst], [src]);
                 rows::add(src, dst);
@@ -136,11 +151,11 @@ impl Backend for CpuBackend {
                     rows::gather(src, index, dst);
                 } else {
                     let ([], [index]) = self.i32s.borrow([], [index]);
-                    if src.dtype == DType::F32 {
-                        let ([dst], [src]) = self.f32s.borrow([dst], [src]);
+                    if src.dtype == DType::I64 {
+                        let ([dst], [src]) = self.i64s.borrow([dst], [src]);
                         rows::gather(src, index, dst);
                     } else {
-                        let ([dst], [src]) = self.i64s.borrow([dst], [src]);
+                        let ([dst], [src]) = self.f32s.borrow([dst], [src]);
                         rows::gather(src, index, dst);
                     }
                 }
@@ -150,14 +165,22 @@ impl Backend for CpuBackend {
                 let ([out], [table]) = self.f32s.borrow([out], [table]);
                 rows::embed(tokens, table, first_row, out, accumulate);
             }
-            Op::EmbedBackward { tokens, d_out, first_row, acc, leaf, bits } => {
-                let mut fixed = FixedPoint::new(bits);
+            Op::EmbedBackward { tokens, d_out, first_row, acc, add } => {
                 let ([], [tokens]) = self.i32s.borrow([], [tokens]);
-                let ([], [d_out]) = self.f32s.borrow([], [d_out]);
-                let ([acc], []) = self.i64s.borrow([acc], []);
-                rows::embed_backward(tokens, d_out, first_row, acc, &mut fixed);
-                // Tokens are added one by one where others add leaves.
-                self.note_peak(fixed.peak() * leaf as f32);
+                match add {
+                    Accumulate::Fixed { leaf, bits } => {
+                        let mut fixed = FixedPoint::new(bits);
+                        let ([], [d_out]) = self.f32s.borrow([], [d_out]);
+                        let ([acc], []) = self.i64s.borrow([acc], []);
+                        rows::embed_backward(tokens, d_out, first_row, acc, &mut fixed);
+                        // Tokens are added one by one where others add leaves.
+                        self.note_peak(fixed.peak() * leaf as f32);
+                    }
+                    Accumulate::Float => {
+                        let ([acc], [d_out]) = self.f32s.borrow([acc], [d_out]);
+                        rows::embed_backward(tokens, d_out, first_row, acc, &mut Float);
+                    }
+                }
             }
             Op::AddNorm { x, delta, gamma, center, eps, sum, rstd, out } => {
                 if x != sum {
@@ -168,6 +191,7 @@ impl Backend for CpuBackend {
                     let ([sum], [delta]) = self.f32s.borrow([sum], [delta]);
                     rows::add(delta, sum);
                 }
+                self.round(sum);
                 match center {
                     None => {
                         let ([rstd, out], [sum, gamma]) = self.f32s.borrow([rstd, out], [sum, gamma]);
@@ -191,16 +215,29 @@ impl Backend for CpuBackend {
                     norm::apply(sum, rstd, gamma, Some((mean, beta)), out);
                 }
             },
-            Op::NormBackward { d_out, sum, mean, rstd, gamma, d_sum, accumulate, d_gamma, leaf, bits } => {
-                let mut fixed = FixedPoint::new(bits);
+            Op::NormBackward { d_out, sum, mean, rstd, gamma, d_sum, accumulate, d_gamma, add } => {
+                let space = &mut self.scratch;
                 // Reads may overlap: without a mean any view stands in its place.
-                let ([d_sum], [d_out, sum, rstd, gamma, center]) =
-                    self.f32s.borrow([d_sum], [d_out, sum, rstd, gamma, mean.unwrap_or(rstd)]);
-                let ([d_gamma], []) = self.i64s.borrow([d_gamma], []);
-                let x = norm::Normed { x: sum, mean: mean.map(|_| center), rstd };
-                norm::backward_sum(d_out, x, gamma, d_sum, accumulate, &mut self.scratch);
-                norm::backward_gamma(d_out, x, d_gamma, leaf, &mut fixed, &mut self.scratch);
-                self.note_peak(fixed.peak());
+                let reads = [d_out, sum, rstd, mean.unwrap_or(rstd)];
+                let ([d_sum], [d_out, sum, rstd, center, gamma]) =
+                    self.f32s.borrow([d_sum], [reads[0], reads[1], reads[2], reads[3], gamma]);
+                let normed = norm::Normed { x: sum, mean: mean.map(|_| center), rstd };
+                norm::backward_sum(d_out, normed, gamma, d_sum, accumulate, space);
+                match add {
+                    Accumulate::Fixed { leaf, bits } => {
+                        let mut fixed = FixedPoint::new(bits);
+                        let ([], [d_out, sum, rstd, center]) = self.f32s.borrow([], reads);
+                        let ([d_gamma], []) = self.i64s.borrow([d_gamma], []);
+                        let normed = norm::Normed { x: sum, mean: mean.map(|_| center), rstd };
+                        norm::backward_gamma(d_out, normed, d_gamma, leaf, &mut fixed, space);
+                        self.note_peak(fixed.peak());
+                    }
+                    Accumulate::Float => {
+                        let ([d_gamma], [d_out, sum, rstd, center]) = self.f32s.borrow([d_gamma], reads);
+                        let normed = norm::Normed { x: sum, mean: mean.map(|_| center), rstd };
+                        norm::backward_gamma(d_out, normed, d_gamma, sum.rows, &mut Float, space);
+                    }
+                }
             }
             Op::Linear { x, w, bias, out, accumulate } => {
                 let ([product], [x, w]) = self.f32s.borrow([out], [x, w]);
@@ -218,13 +255,19 @@ impl Backend for CpuBackend {
                 let ([d_x], [d_out, w]) = self.f32s.borrow([d_x], [d_out, w]);
                 gemm::gemm(gemm::Factor::new(d_out), gemm::Factor::new(w), d_x, accumulate);
             }
-            Op::LinearDw { d_out, x, acc, leaf, bits } => {
-                let mut fixed = FixedPoint::new(bits);
-                let ([], [d_out, x]) = self.f32s.borrow([], [d_out, x]);
-                let ([acc], []) = self.i64s.borrow([acc], []);
-                linear::weight_gradient(d_out, x, acc, leaf, &mut fixed, &mut self.scratch);
-                self.note_peak(fixed.peak());
-            }
+            Op::LinearDw { d_out, x, acc, add } => match add {
+                Accumulate::Fixed { leaf, bits } => {
+                    let mut fixed = FixedPoint::new(bits);
+                    let ([], [d_out, x]) = self.f32s.borrow([], [d_out, x]);
+                    let ([acc], []) = self.i64s.borrow([acc], []);
+                    linear::weight_gradient(d_out, x, acc, leaf, &mut fixed, &mut self.products);
+                    self.note_peak(fixed.peak());
+                }
+                Accumulate::Float => {
+                    let ([acc], [d_out, x]) = self.f32s.borrow([acc], [d_out, x]);
+                    linear::weight_gradient(d_out, x, acc, x.rows, &mut Float, &mut self.products);
+                }
+            },
             Op::Rope { qkv, positions, table, heads, inverse } => {
                 let ([], [positions]) = self.i32s.borrow([], [positions]);
                 let ([qkv], [table]) = self.f32s.borrow([qkv], [table]);
@@ -247,14 +290,14 @@ impl Backend for CpuBackend {
                 lse,
                 heads,
                 batch,
-                leaf,
+                tile,
                 dropout,
                 first_head,
             } => {
                 let ([], [positions]) = self.i32s.borrow([], [positions]);
                 let ([], [samples]) = self.i64s.borrow([], [samples]);
                 let ([out, lse], [qkv, kv]) = self.f32s.borrow([out, lse], [qkv, kv]);
-                let tokens = attention::Tokens { positions, samples, batch, leaf };
+                let tokens = attention::Tokens { positions, samples, batch, tile };
                 let call = attention::Call { qkv, kv, tokens, heads, dropout, first_head };
                 call.forward(out, lse, &mut self.scratch);
             }
@@ -270,21 +313,35 @@ impl Backend for CpuBackend {
                 d_kv,
                 heads,
                 batch,
-                leaf,
-                bits,
+                tile,
+                add,
                 dropout,
                 first_head,
             } => {
-                let mut fixed = FixedPoint::new(bits);
+                let space = [&mut self.scratch, &mut self.products];
                 let ([], [positions]) = self.i32s.borrow([], [positions]);
-                let ([d_kv], [samples]) = self.i64s.borrow([d_kv], [samples]);
-                let ([d_qkv], [qkv, kv, out, lse, d_out]) =
-                    self.f32s.borrow([d_qkv], [qkv, kv, out, lse, d_out]);
-                let tokens = attention::Tokens { positions, samples, batch, leaf };
-                let call = attention::Call { qkv, kv, tokens, heads, dropout, first_head };
-                let result = attention::Forward { out, lse };
-                call.backward(result, d_out, d_qkv, d_kv, &mut fixed, &mut self.scratch);
-                self.note_peak(fixed.peak());
+                let call = |qkv, kv, samples| {
+                    let tokens = attention::Tokens { positions, samples, batch, tile };
+                    attention::Call { qkv, kv, tokens, heads, dropout, first_head }
+                };
+                match add {
+                    Accumulate::Fixed { bits, .. } => {
+                        let mut fixed = FixedPoint::new(bits);
+                        let ([d_kv], [samples]) = self.i64s.borrow([d_kv], [samples]);
+                        let ([d_qkv], [qkv, kv, out, lse, d_out]) =
+                            self.f32s.borrow([d_qkv], [qkv, kv, out, lse, d_out]);
+                        let result = attention::Forward { out, lse };
+                        call(qkv, kv, samples).backward(result, d_out, d_qkv, d_kv, &mut fixed, space);
+                        self.note_peak(fixed.peak());
+                    }
+                    Accumulate::Float => {
+                        let ([], [samples]) = self.i64s.borrow([], [samples]);
+                        let ([d_qkv, d_kv], [qkv, kv, out, lse, d_out]) =
+                            self.f32s.borrow([d_qkv, d_kv], [qkv, kv, out, lse, d_out]);
+                        let result = attention::Forward { out, lse };
+                        call(qkv, kv, samples).backward(result, d_out, d_qkv, d_kv, &mut Float, space);
+                    }
+                }
             }
             Op::Activate { activation, x, out } => {
                 let ([out], [x]) = self.f32s.borrow([out], [x]);
@@ -311,13 +368,19 @@ impl Backend for CpuBackend {
                 let rows = loss::Rows { max, sum, picked, target, weight };
                 loss::gradient(rows, loss::Shard { first_col, valid }, logits, loss);
             }
-            Op::SumRows { x, acc, leaf, bits } => {
-                let mut fixed = FixedPoint::new(bits);
-                let ([], [x]) = self.f32s.borrow([], [x]);
-                let ([acc], []) = self.i64s.borrow([acc], []);
-                rows::sum_rows(x, acc, leaf, &mut fixed, &mut self.scratch);
-                self.note_peak(fixed.peak());
-            }
+            Op::SumRows { x, acc, add } => match add {
+                Accumulate::Fixed { leaf, bits } => {
+                    let mut fixed = FixedPoint::new(bits);
+                    let ([], [x]) = self.f32s.borrow([], [x]);
+                    let ([acc], []) = self.i64s.borrow([acc], []);
+                    rows::sum_rows(x, acc, leaf, &mut fixed, &mut self.scratch);
+                    self.note_peak(fixed.peak());
+                }
+                Accumulate::Float => {
+                    let ([acc], [x]) = self.f32s.borrow([acc], [x]);
+                    rows::sum_rows(x, acc, x.rows, &mut Float, &mut self.scratch);
+                }
+            },
             Op::Dropout { x, samples, positions, dropout, site } => {
                 let ([], [samples]) = self.i64s.borrow([], [samples]);
                 let ([], [positions]) = self.i32s.borrow([], [positions]);
@@ -327,7 +390,7 @@ impl Backend for CpuBackend {
             Op::FxTake { acc, bits, out } => {
                 let ([], [acc]) = self.i64s.borrow([], [acc]);
                 let ([out], []) = self.f32s.borrow([out], []);
-                fixed::take(acc, bits, out);
+                accumulate::take(acc, bits, out);
             }
             Op::SquareNorm { x, limbs } => {
                 let ([], [x]) = self.f32s.borrow([], [x]);
@@ -364,12 +427,18 @@ impl Backend for CpuBackend {
                 step.apply(w, m, v, g);
             }
         }
+        writes.into_iter().for_each(|written| self.round(written));
         Ok(())
     }
 
     fn upload(&mut self, dst: View, bytes: &[u8]) -> Result<(), BackendError> {
         assert_eq!(bytes.len(), dst.size_bytes(), "bytes for {} × {} of {}", dst.rows, dst.cols, dst.dtype);
         self.note_use(&[], &[dst]);
+        if dst.dtype == DType::Bf16 {
+            let ([dst], []) = self.f32s.borrow([dst], []);
+            rows::upload_bf16(bytes, dst);
+            return Ok(());
+        }
         with_arena!(self, dst, |arena| {
             let ([dst], []) = arena.borrow([dst], []);
             rows::upload(bytes, dst);
@@ -380,6 +449,11 @@ impl Backend for CpuBackend {
     fn download(&mut self, src: View, bytes: &mut [u8]) -> Result<(), BackendError> {
         assert_eq!(bytes.len(), src.size_bytes(), "bytes for {} × {} of {}", src.rows, src.cols, src.dtype);
         self.note_use(&[src], &[]);
+        if src.dtype == DType::Bf16 {
+            let ([], [src]) = self.f32s.borrow([], [src]);
+            rows::download_bf16(src, bytes);
+            return Ok(());
+        }
         with_arena!(self, src, |arena| {
             let ([], [src]) = arena.borrow([], [src]);
             rows::download(src, bytes);

@@ -2,12 +2,40 @@
 //!
 //! M: local tokens (rows). h: hidden. f: local feed-forward width. G: local query groups, q query heads in each, d: head
 //! size. Vl: local vocabulary rows. T: sequence length. B: samples of the micro-batch.
-//! Views are F32 unless noted. `acc` operands are I64 fixed point: value × 2^`bits`, truncated, added with wrap-around.
-//! A *leaf* is `leaf` consecutive rows; M is a multiple of it. Within a leaf sums run in one fixed order in f32; across
-//! leaves they are added in fixed point, so any division of the rows gives the same bits.
+//! Views are of the program's *compute type* unless noted: F32 or BF16, the same for all such operands of an operation.
+//! Arithmetic is f32 either way; what an operation writes is rounded to the type of its view, to nearest, ties to even.
+//! Statistics of rows (`rstd`, `lse`, everything of the loss but `logits`) are F32 always. Sums over tokens go into
+//! accumulators of the type that [`Accumulate`] says.
 
 use super::View;
 use crate::config::Activation;
+use mesh::DType;
+
+/// How an operation adds its sum over rows to an accumulator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accumulate {
+    /// I64 fixed point: value × 2^`bits`, truncated, added with wrap-around. A *leaf* is `leaf` consecutive rows; the rows are
+    /// a multiple of it. Within a leaf sums run in one fixed order in f32; across leaves they are added in fixed point, so
+    /// any division of the rows gives the same bits.
+    Fixed {
+        /// Rows of a leaf.
+        leaf: usize,
+        /// Fraction bits.
+        bits: u32,
+    },
+    /// F32, over all rows in whatever order is quickest, the same in every run.
+    Float,
+}
+
+impl Accumulate {
+    /// Element type of the accumulators.
+    pub const fn dtype(self) -> DType {
+        match self {
+            Accumulate::Fixed { .. } => DType::I64,
+            Accumulate::Float => DType::F32,
+        }
+    }
+}
 
 /// One operation. Outputs are overwritten unless the field says otherwise.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -17,6 +45,8 @@ pub enum Op {
     Zero { dst: View },
     /// `dst = src`, any type, same shape.
     Copy { src: View, dst: View },
+    /// `dst = src`, same shape, each F32 or BF16.
+    Cast { src: View, dst: View },
     /// `dst += src`.
     Add { src: View, dst: View },
     /// `dst += src`, I64 with wrap-around.
@@ -28,12 +58,13 @@ pub enum Op {
     /// `tokens`: I32 `[M, 1]`; `table`: `[Vl, h]`; `out`: `[M, h]`. A table of positions is one, too.
     Embed { tokens: View, table: View, first_row: i32, out: View, accumulate: bool },
     /// `acc[tokens[t] - first_row] += d_out[t]`, token by token: against the range of fixed point a token counts as much as a
-    /// whole leaf. `acc`: I64 `[Vl, h]`.
-    EmbedBackward { tokens: View, d_out: View, first_row: i32, acc: View, leaf: usize, bits: u32 },
+    /// whole leaf. `acc`: accumulators `[Vl, h]`.
+    EmbedBackward { tokens: View, d_out: View, first_row: i32, acc: View, add: Accumulate },
 
-    /// `sum = x + delta`; `rstd[t] = 1 / sqrt(mean(sum[t]²) + eps)`; `out = sum · rstd · gamma` (RMSNorm). With `center`
-    /// (LayerNorm) `mean[t] = mean(sum[t])`, `sum − mean` stands for `sum` in both formulas, and `beta` is added to `out`.
-    /// `x`, `delta`, `sum`, `out`: `[M, h]`; `gamma`: `[1, h]`; `rstd`: `[M, 1]`. `sum` may be `x`.
+    /// `sum = x + delta`; `rstd[t] = 1 / sqrt(mean(sum[t]²) + eps)`; `out = sum · rstd · gamma` (RMSNorm), both of `sum` as it
+    /// is stored. With `center` (LayerNorm) `mean[t] = mean(sum[t])`, `sum − mean` stands for `sum` in both formulas, and
+    /// `beta` is added to `out`.
+    /// `x`, `delta`, `sum`, `out`: `[M, h]`; `gamma`: `[1, h]`; `rstd`: F32 `[M, 1]`. `sum` may be `x`.
     AddNorm {
         x: View,
         delta: Option<View>,
@@ -47,8 +78,8 @@ pub enum Op {
     /// The output of `AddNorm` once more, from its `sum`, `rstd` and `mean`.
     NormApply { sum: View, rstd: View, gamma: View, center: Option<Center>, out: View },
     /// Backward of the norm: `d_sum (+)= …`, `d_gamma += Σ d_out · (sum − mean) · rstd`; no `mean` is RMSNorm.
-    /// `mean`: `[M, 1]`; `d_gamma`: I64 `[1, h]`. `accumulate` adds to `d_sum` instead of overwriting it. The gradient of
-    /// `beta` is `SumRows` of `d_out`.
+    /// `mean`: F32 `[M, 1]`; `d_gamma`: accumulators `[1, h]`. `accumulate` adds to `d_sum` instead of overwriting it. The
+    /// gradient of `beta` is `SumRows` of `d_out`.
     NormBackward {
         d_out: View,
         sum: View,
@@ -58,8 +89,7 @@ pub enum Op {
         d_sum: View,
         accumulate: bool,
         d_gamma: View,
-        leaf: usize,
-        bits: u32,
+        add: Accumulate,
     },
 
     /// `out (+)= x · wᵀ (+ bias)`, the product rounded before the bias is added.
@@ -69,21 +99,21 @@ pub enum Op {
     AddBias { bias: View, x: View },
     /// `d_x (+)= d_out · w`. `d_out`: `[M, N]`; `w`: `[N, K]`; `d_x`: `[M, K]`.
     LinearDx { d_out: View, w: View, d_x: View, accumulate: bool },
-    /// `acc += d_outᵀ · x`, leaf by leaf. `acc`: I64 `[N, K]`.
-    LinearDw { d_out: View, x: View, acc: View, leaf: usize, bits: u32 },
+    /// `acc += d_outᵀ · x`. `acc`: accumulators `[N, K]`.
+    LinearDw { d_out: View, x: View, acc: View, add: Accumulate },
 
     /// Rotates the query and key heads of `qkv` in place by the angle of each row's position (half-split pairs: element i
     /// with element i + d/2); `inverse` rotates back. `qkv`: `[M, G·(q+2)·d]`; `positions`: I32 `[M, 1]`;
-    /// `table`: `[T, d]`, cosines then sines, d/2 each.
+    /// `table`: F32 `[T, d]`, cosines then sines, d/2 each.
     Rope { qkv: View, positions: View, table: View, heads: Heads, inverse: bool },
     /// The key and value heads of `qkv`. `kv`: `[M, G·2·d]`, per group key then value.
     PackKv { qkv: View, kv: View, heads: Heads },
-    /// Puts `d_kv` (`[M, G·2·d]`) into the key and value columns of `d_qkv`.
+    /// Puts `d_kv` (F32 `[M, G·2·d]`) into the key and value columns of `d_qkv`.
     UnpackKv { d_kv: View, d_qkv: View, heads: Heads },
-    /// Causal attention of local queries over all keys of their sample, one query leaf at a time: rows see keys of
-    /// positions up to their own. `qkv`: `[M, G·(q+2)·d]`, M = B · local queries; `kv`: `[B·T, G·2·d]` in position order;
-    /// `positions`: I32 `[M, 1]`, consecutive inside a leaf; `samples`: I64 `[M, 1]` ordinals, for dropout;
-    /// `out`: `[M, G·q·d]`; `lse`: `[M, G·q]`, log-sum-exp of the scaled scores.
+    /// Causal attention of local queries over all keys of their sample, one tile of `tile` query rows at a time: rows see keys
+    /// of positions up to their own. `qkv`: `[M, G·(q+2)·d]`, M = B · local queries; `kv`: `[B·T, G·2·d]` in position order;
+    /// `positions`: I32 `[M, 1]`, consecutive inside a tile; `samples`: I64 `[M, 1]` ordinals, for dropout;
+    /// `out`: `[M, G·q·d]`; `lse`: F32 `[M, G·q]`, log-sum-exp of the scaled scores.
     Attention {
         qkv: View,
         kv: View,
@@ -93,11 +123,12 @@ pub enum Op {
         lse: View,
         heads: Heads,
         batch: usize,
-        leaf: usize,
+        tile: usize,
         dropout: Option<Dropout>,
         first_head: u32,
     },
-    /// Backward of attention: overwrites the query columns of `d_qkv`, adds to `d_kv`: I64 `[B·T, G·2·d]`.
+    /// Backward of attention: overwrites the query columns of `d_qkv`, adds to `d_kv`: accumulators `[B·T, G·2·d]`, to which a
+    /// tile adds as a leaf does elsewhere; where they are fixed point, tile and leaf are the same.
     AttentionBackward {
         qkv: View,
         kv: View,
@@ -110,8 +141,8 @@ pub enum Op {
         d_kv: View,
         heads: Heads,
         batch: usize,
-        leaf: usize,
-        bits: u32,
+        tile: usize,
+        add: Accumulate,
         dropout: Option<Dropout>,
         first_head: u32,
     },
@@ -122,11 +153,11 @@ pub enum Op {
     /// Its backward. `d_x`: as `x`.
     ActivateBackward { activation: Activation, d_out: View, x: View, d_x: View },
 
-    /// `max[t]` over the first `valid` columns of `logits[t]`; −∞ if `valid` is 0. `logits`: `[M, Vl]`; `max`: `[M, 1]`.
+    /// `max[t]` over the first `valid` columns of `logits[t]`; −∞ if `valid` is 0. `logits`: `[M, Vl]`; `max`: F32 `[M, 1]`.
     CeMax { logits: View, valid: usize, max: View },
     /// `sum[t] = Σ exp(logits − max)` over valid columns, summed block by block of `block` columns and the blocks added
     /// pairwise; `picked[t]` = `logits − max` at the target, or 0 if it lies elsewhere.
-    /// `target`: I32 `[M, 1]`; `sum`, `picked`: `[M, 1]`.
+    /// `target`: I32 `[M, 1]`; `max`, `sum`, `picked`: F32 `[M, 1]`.
     CeSum {
         logits: View,
         max: View,
@@ -138,7 +169,7 @@ pub enum Op {
         picked: View,
     },
     /// `loss = weight · (ln(sum) − picked)`, and in place `logits = weight · (softmax − one_hot)`; columns from `valid` on
-    /// become 0. A weight of 0 gives exact zeros whatever the logits. `weight`, `loss`: `[M, 1]`.
+    /// become 0. A weight of 0 gives exact zeros whatever the logits. `weight`, `loss`: F32 `[M, 1]`.
     CeGrad {
         logits: View,
         max: View,
@@ -150,19 +181,19 @@ pub enum Op {
         valid: usize,
         loss: View,
     },
-    /// `acc += Σ x` over rows, leaf by leaf: sums of losses, gradients of biases. `x`: `[M, N]`; `acc`: I64 `[1, N]`.
-    SumRows { x: View, acc: View, leaf: usize, bits: u32 },
+    /// `acc += Σ x` over rows: sums of losses (`x`: F32), gradients of biases. `x`: `[M, N]`; `acc`: accumulators `[1, N]`.
+    SumRows { x: View, acc: View, add: Accumulate },
 
     /// In place: keeps an element when its random word is ≥ ⌊p·2³²⌋ and scales it by 1/(1 − p), else 0. The same operation
     /// serves backward. `x`: `[M, cols]`; `samples`: I64 `[M, 1]`; `positions`: I32 `[M, 1]`.
     Dropout { x: View, samples: View, positions: View, dropout: Dropout, site: HiddenSite },
 
-    /// `out = acc · 2^-bits`. `acc`: I64; `out`: the same shape.
+    /// `out = acc · 2^-bits`. `acc`: I64; `out`: F32, the same shape.
     FxTake { acc: View, bits: u32, out: View },
     /// `limbs += Σ x²` exactly: squares cut to 192-bit fixed point of unit 2⁻¹⁰⁰, six limbs of 32 bits carried in I64
-    /// lanes so that they can be summed over ranks. `limbs`: I64 `[1, 6]`, lowest first. Elements from 2²⁷ on are left out.
+    /// lanes so that they can be summed over ranks. `x`: F32; `limbs`: I64 `[1, 6]`, lowest first. Elements from 2²⁷ on are left out.
     SquareNorm { x: View, limbs: View },
-    /// AdamW on contiguous elements with gradient `g · grad_scale`: decoupled weight decay, bias-corrected moments.
+    /// AdamW on contiguous F32 elements with gradient `g · grad_scale`: decoupled weight decay, bias-corrected moments.
     AdamW {
         w: View,
         m: View,
@@ -265,7 +296,7 @@ impl Op {
         use Op::*;
         match *self {
             Zero { dst } => (vec![], vec![dst]),
-            Copy { src, dst } => (vec![src], vec![dst]),
+            Copy { src, dst } | Cast { src, dst } => (vec![src], vec![dst]),
             Add { src, dst } | AddFixed { src, dst } => (vec![src, dst], vec![dst]),
             GatherRows { src, index, dst } => (vec![src, index], vec![dst]),
             Embed { tokens, table, out, accumulate, .. } => {

@@ -7,7 +7,7 @@ use mesh::DType;
 pub struct BufId(pub u32);
 
 /// `rows × cols` elements of a buffer, row-major, `stride` elements from one row to the next.
-/// Element types on the CPU: F32, I64 (fixed point and counters), I32 (tokens, positions, row indices).
+/// Element types: F32, BF16, I64 (fixed point and counters), I32 (tokens, positions, row indices).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct View {
     /// The buffer.

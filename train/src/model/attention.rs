@@ -25,13 +25,13 @@ pub(super) struct Saved {
 
 impl Saved {
     pub(super) fn new(shape: &LocalShape, layer: usize, buffers: &mut Buffers) -> Self {
-        let mut declare = |name: &str, cols| {
-            buffers.declare(format!("{layer}.{name}"), Lifetime::Transient, DType::F32, shape.tokens, cols)
+        let mut declare = |name: &str, dtype, cols| {
+            buffers.declare(format!("{layer}.{name}"), Lifetime::Transient, dtype, shape.tokens, cols)
         };
         Saved {
-            qkv: declare("qkv", shape.heads.qkv_cols()),
-            out: declare("attention_out", shape.heads.num_queries() * shape.heads.head_dim),
-            lse: declare("lse", shape.heads.num_queries()),
+            qkv: declare("qkv", shape.dtype, shape.heads.qkv_cols()),
+            out: declare("attention_out", shape.dtype, shape.heads.out_cols()),
+            lse: declare("lse", DType::F32, shape.heads.num_queries()),
         }
     }
 }
@@ -39,10 +39,10 @@ impl Saved {
 impl Attention {
     pub(super) fn new(shape: &LocalShape, kv: GatheredKv, buffers: &mut Buffers) -> Self {
         let mut declare =
-            |name: &str, cols| buffers.declare(name, Lifetime::Transient, DType::F32, shape.tokens, cols);
+            |name: &str, cols| buffers.declare(name, Lifetime::Transient, shape.dtype, shape.tokens, cols);
         Attention {
             kv,
-            d_out: declare("d_attention_out", shape.heads.num_queries() * shape.heads.head_dim),
+            d_out: declare("d_attention_out", shape.heads.out_cols()),
             d_qkv: declare("d_qkv", shape.heads.qkv_cols()),
         }
     }
@@ -72,7 +72,7 @@ impl Attention {
             lse: saved.lse,
             heads,
             batch: shape.batch,
-            leaf: shape.leaf,
+            tile: shape.tile,
             dropout: dropout(model, layer),
             first_head: shape.first_head,
         })?;
@@ -100,7 +100,7 @@ impl Attention {
         saved: &Saved,
     ) -> Result<(), StepError> {
         let Model { shape, inputs, work, .. } = model;
-        let (heads, leaf, bits) = (shape.heads, shape.leaf, shape.grad_bits);
+        let (heads, add) = (shape.heads, shape.add);
         let d_block = work.d_delta_full;
         let w = cx.weights.acquire(cx.be, cx.comms, params.proj)?;
         cx.run(Op::LinearDx { d_out: d_block, w, d_x: self.d_out, accumulate: false })?;
@@ -109,8 +109,7 @@ impl Attention {
             d_out: d_block,
             x,
             acc,
-            leaf,
-            bits,
+            add,
         })?;
         self.kv.gather(cx, "attention.gather_kv_again", saved.qkv, heads)?;
         cx.run(Op::Zero { dst: self.kv.d_in_order })?;
@@ -126,12 +125,12 @@ impl Attention {
             d_kv: self.kv.d_in_order,
             heads,
             batch: shape.batch,
-            leaf,
-            bits: shape.kv_bits,
+            tile: shape.tile,
+            add: shape.add_kv,
             dropout: dropout(model, layer),
             first_head: shape.first_head,
         })?;
-        self.kv.scatter_grad(cx, self.d_qkv, heads, shape.kv_bits)?;
+        self.kv.scatter_grad(cx, self.d_qkv, heads, shape.add_kv)?;
         let (positions, table) = (inputs.positions, inputs.rope_table);
         Ok(cx.run(Op::Rope { qkv: self.d_qkv, positions, table, heads, inverse: true })?)
     }
@@ -151,8 +150,8 @@ impl Attention {
             let (d_out, w) = (self.d_qkv.col_range(lo, hi), w.row_range(lo, hi));
             be.run(Op::LinearDx { d_out, w, d_x, accumulate: false })
         })?;
-        let (d_out, x, leaf, bits) = (self.d_qkv, work.normed_full, shape.leaf, shape.grad_bits);
-        cx.weights.add_grad(cx.be, cx.comms, params.qkv, |acc| Op::LinearDw { d_out, x, acc, leaf, bits })
+        let (d_out, x, add) = (self.d_qkv, work.normed_full, shape.add);
+        cx.weights.add_grad(cx.be, cx.comms, params.qkv, |acc| Op::LinearDw { d_out, x, acc, add })
     }
 }
 

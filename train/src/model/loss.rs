@@ -22,13 +22,13 @@ pub(super) struct Loss {
 impl Loss {
     pub(super) fn new(shape: &LocalShape, buffers: &mut Buffers) -> Self {
         let mut declare =
-            |name: &str, cols| buffers.declare(name, Lifetime::Transient, DType::F32, shape.tokens, cols);
+            |name: &str, dtype, cols| buffers.declare(name, Lifetime::Transient, dtype, shape.tokens, cols);
         Loss {
-            logits: declare("logits", shape.vocab),
-            max: declare("loss.max", 1),
-            sum: declare("loss.sum", 1),
-            picked: declare("loss.picked", 1),
-            loss: declare("loss", 1),
+            logits: declare("logits", shape.dtype, shape.vocab),
+            max: declare("loss.max", DType::F32, 1),
+            sum: declare("loss.sum", DType::F32, 1),
+            picked: declare("loss.picked", DType::F32, 1),
+            loss: declare("loss", DType::F32, 1),
         }
     }
 
@@ -38,7 +38,7 @@ impl Loss {
         let (x, logits, valid) = (work.normed_full, self.logits, shape.vocab_valid);
         let (target, first_col) = (inputs.targets, shape.vocab_first_row as i32);
         let block_rows = shape.vocab / shape.blocks;
-        let (leaf, bits) = (shape.leaf, shape.grad_bits);
+        let add = shape.add;
 
         let w = cx.weights.acquire(cx.be, cx.comms, table.output)?;
         cx.run(Op::Linear { x, w, bias: None, out: logits, accumulate: false })?;
@@ -46,24 +46,18 @@ impl Loss {
         over_tp(cx, "loss.max", Reduce::Max, self.max)?;
         let (max, sum, picked) = (self.max, self.sum, self.picked);
         cx.run(Op::CeSum { logits, max, target, first_col, valid, block: block_rows, sum, picked })?;
-        over_tp(cx, "loss.sum", Reduce::Tree, sum)?;
-        over_tp(cx, "loss.picked", Reduce::Tree, picked)?;
+        over_tp(cx, "loss.sum", cx.tp_sum, sum)?;
+        over_tp(cx, "loss.picked", cx.tp_sum, picked)?;
         let (weight, loss) = (inputs.weights, self.loss);
         cx.run(Op::CeGrad { logits, max, sum, picked, target, weight, first_col, valid, loss })?;
-        cx.run(Op::SumRows { x: loss, acc: loss_sum, leaf, bits })?;
+        cx.run(Op::SumRows { x: loss, acc: loss_sum, add: shape.add_loss })?;
 
         sum_blocks(cx.be, 0..shape.blocks, work.d_normed_partial, &work.tree, &mut |be, block, d_x| {
             let (lo, hi) = (block * block_rows, (block + 1) * block_rows);
             let (d_out, w) = (logits.col_range(lo, hi), w.row_range(lo, hi));
             be.run(Op::LinearDx { d_out, w, d_x, accumulate: false })
         })?;
-        cx.weights.add_grad(cx.be, cx.comms, table.output, |acc| Op::LinearDw {
-            d_out: logits,
-            x,
-            acc,
-            leaf,
-            bits,
-        })
+        cx.weights.add_grad(cx.be, cx.comms, table.output, |acc| Op::LinearDw { d_out: logits, x, acc, add })
     }
 }
 

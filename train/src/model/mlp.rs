@@ -5,7 +5,6 @@ use crate::backend::{Buffers, Lifetime, Op, View};
 use crate::config::Activation;
 use crate::parallel::tensor::sum_blocks;
 use crate::parallel::{Cx, StepError};
-use mesh::DType;
 
 /// Scratch of the block.
 pub(super) struct Mlp {
@@ -24,14 +23,14 @@ pub(super) struct Saved {
 impl Saved {
     pub(super) fn new(shape: &LocalShape, layer: usize, buffers: &mut Buffers) -> Self {
         let (name, cols) = (format!("{layer}.gate_up"), 2 * shape.ffn);
-        Saved { gate_up: buffers.declare(name, Lifetime::Transient, DType::F32, shape.tokens, cols) }
+        Saved { gate_up: buffers.declare(name, Lifetime::Transient, shape.dtype, shape.tokens, cols) }
     }
 }
 
 impl Mlp {
     pub(super) fn new(shape: &LocalShape, buffers: &mut Buffers) -> Self {
         let mut declare =
-            |name: &str, cols| buffers.declare(name, Lifetime::Transient, DType::F32, shape.tokens, cols);
+            |name: &str, cols| buffers.declare(name, Lifetime::Transient, shape.dtype, shape.tokens, cols);
         Mlp {
             activation: declare("activation", shape.ffn),
             d_activation: declare("d_activation", shape.ffn),
@@ -73,13 +72,12 @@ impl Mlp {
         let w = cx.weights.acquire(cx.be, cx.comms, params.fc2)?;
         cx.run(Op::LinearDx { d_out: d_block, w, d_x: self.d_activation, accumulate: false })?;
         cx.run(Op::Activate { activation: Activation::Swiglu, x: saved.gate_up, out: self.activation })?;
-        let (x, leaf, bits) = (self.activation, shape.leaf, shape.grad_bits);
+        let (x, add) = (self.activation, shape.add);
         cx.weights.add_grad(cx.be, cx.comms, params.fc2, |acc| Op::LinearDw {
             d_out: d_block,
             x,
             acc,
-            leaf,
-            bits,
+            add,
         })?;
         let (d_out, gate_up) = (self.d_activation, saved.gate_up);
         Ok(cx.run(Op::ActivateBackward {
@@ -109,7 +107,7 @@ impl Mlp {
             }
             Ok(())
         })?;
-        let (d_out, x, leaf, bits) = (self.d_gate_up, work.normed_full, shape.leaf, shape.grad_bits);
-        cx.weights.add_grad(cx.be, cx.comms, params.fc1, |acc| Op::LinearDw { d_out, x, acc, leaf, bits })
+        let (d_out, x, add) = (self.d_gate_up, work.normed_full, shape.add);
+        cx.weights.add_grad(cx.be, cx.comms, params.fc1, |acc| Op::LinearDw { d_out, x, acc, add })
     }
 }

@@ -65,9 +65,10 @@ pub struct ParamTable {
     pub output: ParamId,
 }
 
-/// Rows that the vocabulary takes in memory: the same under every TP, so that the blocks of TP-split sums never move.
-pub fn padded_vocab(vocab_size: usize, tp_leaves: usize) -> usize {
-    vocab_size.next_multiple_of(128 * tp_leaves)
+/// Rows that the vocabulary takes in memory, given the blocks of a TP-split sum: in canonical numerics the same under every
+/// TP, so that the blocks never move.
+pub fn padded_vocab(vocab_size: usize, blocks: usize) -> usize {
+    vocab_size.next_multiple_of(128 * blocks)
 }
 
 impl ParamTable {
@@ -78,7 +79,8 @@ impl ParamTable {
             [model.hidden_size, model.ffn_hidden_size, model.vocab_size].map(|size| size as u64);
         let query_cols = (model.num_attention_heads * model.kv_channels) as u64;
         let qkv_rows = query_cols + 2 * (model.num_query_groups * model.kv_channels) as u64;
-        let padded = padded_vocab(model.vocab_size, config.numerics.tp_leaves) as u64;
+        let blocks = config.numerics.tp_blocks(config.parallel.layout().tp() as usize);
+        let padded = padded_vocab(model.vocab_size, blocks) as u64;
         let normal = Init::Normal { std: model.init_method_std };
         let residual = Init::Normal { std: model.init_method_std / (2.0 * model.num_layers as f64).sqrt() };
 

@@ -2,7 +2,7 @@
 //! put into the order of positions, so that a query row meets the same keys in the same order under every degree.
 
 use super::{Cx, StepError};
-use crate::backend::{Buffers, Heads, Lifetime, Op, View};
+use crate::backend::{Accumulate, Buffers, Heads, Lifetime, Op, View};
 use crate::comm::{Reduce, Site};
 use mesh::DType;
 
@@ -12,11 +12,11 @@ pub(crate) struct GatheredKv {
     own: View,
     /// In position order, `[B·T, G·2·d]`; `own` itself without context parallelism.
     pub in_order: View,
-    /// Gradients of `in_order`, I64.
+    /// Gradients of `in_order`, accumulators.
     pub d_in_order: View,
-    /// Gradients of `own`, F32.
+    /// Gradients of `own`, summed over the peers, accumulators; and as F32.
+    d_own_sum: View,
     d_own: View,
-    d_own_fixed: View,
     exchange: Option<Exchange>,
 }
 
@@ -33,26 +33,34 @@ struct Exchange {
 }
 
 impl GatheredKv {
-    /// Buffers for `batch` samples, of which each of `cp` peers holds the positions `held[peer]`; `cols`: G·2·d.
-    pub(crate) fn new(buffers: &mut Buffers, batch: usize, held: &[Vec<u64>], cols: usize) -> Self {
+    /// Buffers for `batch` samples, of which each of `cp` peers holds the positions `held[peer]`; `cols`: G·2·d. Keys and
+    /// values are of `dtype`, their gradients are added by `add`.
+    pub(crate) fn new(
+        buffers: &mut Buffers,
+        batch: usize,
+        held: &[Vec<u64>],
+        cols: usize,
+        dtype: DType,
+        add: Accumulate,
+    ) -> Self {
         let cp = held.len();
         let local = held[0].len();
         let seq = cp * local;
         let mut declare = |name: &str, dtype, rows, cols| {
             buffers.declare(format!("kv.{name}"), Lifetime::Transient, dtype, rows, cols)
         };
-        let own = declare("own", DType::F32, batch * local, cols);
-        let d_own = declare("d_own", DType::F32, batch * local, cols);
-        let d_in_order = declare("d_in_order", DType::I64, batch * seq, cols);
+        let own = declare("own", dtype, batch * local, cols);
+        let d_in_order = declare("d_in_order", add.dtype(), batch * seq, cols);
+        let d_own_sum = match cp {
+            1 => d_in_order,
+            _ => declare("d_own_sum", add.dtype(), batch * local, cols),
+        };
+        let d_own = match add {
+            Accumulate::Fixed { .. } => declare("d_own", DType::F32, batch * local, cols),
+            Accumulate::Float => d_own_sum,
+        };
         if cp == 1 {
-            return GatheredKv {
-                own,
-                in_order: own,
-                d_in_order,
-                d_own,
-                d_own_fixed: d_in_order,
-                exchange: None,
-            };
+            return GatheredKv { own, in_order: own, d_in_order, d_own_sum, d_own, exchange: None };
         }
         let mut to_order_rows = vec![0; batch * seq];
         let mut from_order_rows = vec![0; batch * seq];
@@ -68,13 +76,13 @@ impl GatheredKv {
         }
         GatheredKv {
             own,
-            in_order: declare("in_order", DType::F32, batch * seq, cols),
+            in_order: declare("in_order", dtype, batch * seq, cols),
             d_in_order,
+            d_own_sum,
             d_own,
-            d_own_fixed: declare("d_own_fixed", DType::I64, batch * local, cols),
             exchange: Some(Exchange {
-                gathered: declare("gathered", DType::F32, batch * seq, cols),
-                d_gathered: declare("d_gathered", DType::I64, batch * seq, cols),
+                gathered: declare("gathered", dtype, batch * seq, cols),
+                d_gathered: declare("d_gathered", add.dtype(), batch * seq, cols),
                 to_order: declare("to_order", DType::I32, batch * seq, 1),
                 from_order: declare("from_order", DType::I32, batch * seq, 1),
                 to_order_rows,
@@ -109,7 +117,7 @@ impl GatheredKv {
         cx: &mut Cx,
         d_qkv: View,
         heads: Heads,
-        bits: u32,
+        add: Accumulate,
     ) -> Result<(), StepError> {
         if let Some(exchange) = &self.exchange {
             cx.run(Op::GatherRows {
@@ -120,13 +128,15 @@ impl GatheredKv {
             let ticket = cx.comms.cp.reduce_scatter(
                 cx.be,
                 "attention.scatter_kv_grad",
-                Reduce::Fixed,
+                Reduce::of_accumulators(add.dtype()),
                 exchange.d_gathered,
-                self.d_own_fixed,
+                self.d_own_sum,
             )?;
             cx.comms.cp.wait(cx.be, ticket)?;
         }
-        cx.run(Op::FxTake { acc: self.d_own_fixed, bits, out: self.d_own })?;
+        if let Accumulate::Fixed { bits, .. } = add {
+            cx.run(Op::FxTake { acc: self.d_own_sum, bits, out: self.d_own })?;
+        }
         Ok(cx.run(Op::UnpackKv { d_kv: self.d_own, d_qkv, heads })?)
     }
 }

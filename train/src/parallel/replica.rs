@@ -8,7 +8,6 @@ use super::{Comms, StepError};
 use crate::backend::{Backend, Buffers, Lifetime, Op, View};
 use crate::comm::Reduce;
 use crate::parallel::weight::ParamHome;
-use mesh::DType;
 use std::ops::Range;
 
 /// The bucket of one rank.
@@ -17,10 +16,10 @@ pub(crate) struct ReplicaBucket {
     position: usize,
     params: Vec<Packed>,
     count: usize,
-    /// I64: every member's part, `[R, count]`, and this one's sum over members.
+    /// Accumulators: every member's part, `[R, count]`, and this one's sum over members.
     grads: View,
     grad_part: View,
-    /// F32: this member's updated rows, and every member's.
+    /// Of the compute type: this member's updated rows, and every member's.
     rows_part: View,
     rows: View,
 }
@@ -75,14 +74,15 @@ impl ReplicaBucket {
         let mut declare = |name: &str, dtype, rows| {
             buffers.declare(format!("bucket.{name}"), Lifetime::Transient, dtype, rows, count)
         };
-        let grads = declare("grads", DType::I64, replicas);
+        let (acc, compute) = (homes[0].grad.dtype, homes[0].weight.dtype);
+        let grads = declare("grads", acc, replicas);
         let (grad_part, rows_part, rows) = match replicas {
             // Alone, nothing is exchanged: rows are updated in place.
             1 => (grads, grads, grads),
             _ => (
-                declare("grad_part", DType::I64, 1),
-                declare("rows_part", DType::F32, 1),
-                declare("rows", DType::F32, replicas),
+                declare("grad_part", acc, 1),
+                declare("rows_part", compute, 1),
+                declare("rows", compute, replicas),
             ),
         };
         ReplicaBucket { replicas, position, params, count, grads, grad_part, rows_part, rows }
@@ -105,8 +105,14 @@ impl ReplicaBucket {
         self.params[param].in_part(self.position, part)
     }
 
-    /// The sums over all replicas of this member's rows, I64, `count` elements.
-    pub(crate) fn reduce_grads(&self, be: &mut dyn Backend, comms: &Comms) -> Result<View, StepError> {
+    /// Where [`ReplicaBucket::reduce_grads`] leaves the sums over all replicas of this member's rows: accumulators, `count` of
+    /// them.
+    pub(crate) fn grad_part(&self) -> View {
+        self.grad_part
+    }
+
+    /// Sums the gradients over all replicas.
+    pub(crate) fn reduce_grads(&self, be: &mut dyn Backend, comms: &Comms) -> Result<(), StepError> {
         be.run(Op::Zero { dst: self.grads })?;
         for member in 0..self.replicas {
             let part = self.grads.row_range(member, member + 1);
@@ -120,13 +126,13 @@ impl ReplicaBucket {
             let ticket = comms.dp_cp.reduce_scatter(
                 be,
                 "replica.scatter_grads",
-                Reduce::Fixed,
+                Reduce::of_accumulators(self.grads.dtype),
                 self.grads,
                 self.grad_part,
             )?;
             comms.dp_cp.wait(be, ticket)?;
         }
-        Ok(self.grad_part)
+        Ok(())
     }
 
     /// Brings every member's updated rows to every replica.

@@ -1,11 +1,12 @@
 //! Tensor and sequence parallelism: the sums over TP-split dimensions, and the token cut of SP around them.
 //!
-//! A sum over a TP-split dimension is a fixed tree over `tp_leaves` blocks: a rank adds the aligned sub-tree of its own blocks,
-//! and `Reduce::Tree` adds those in the order of positions, so the whole is the same tree under every TP degree.
+//! In canonical numerics a sum over a TP-split dimension is a fixed tree over `tp_leaves` blocks: a rank adds the aligned
+//! sub-tree of its own blocks, and `Reduce::Tree` adds those in the order of positions, so the whole is the same tree under
+//! every TP degree. In fast numerics each rank has one block.
 
 use super::{Cx, StepError};
 use crate::backend::{Backend, BackendError, Op, View};
-use crate::comm::{Reduce, Site};
+use crate::comm::Site;
 use std::ops::Range;
 
 /// All local tokens from the share that SP leaves this rank; without SP `full` is `share` itself.
@@ -21,8 +22,8 @@ pub(crate) fn gather_tokens(cx: &mut Cx, site: Site, share: View, full: View) ->
 pub(crate) fn reduce_tokens(cx: &mut Cx, site: Site, partial: View, share: View) -> Result<(), StepError> {
     let tp = &cx.comms.tp;
     let ticket = match share == partial {
-        true => tp.all_reduce(cx.be, site, Reduce::Tree, partial)?,
-        false => tp.reduce_scatter(cx.be, site, Reduce::Tree, partial, share)?,
+        true => tp.all_reduce(cx.be, site, cx.tp_sum, partial)?,
+        false => tp.reduce_scatter(cx.be, site, cx.tp_sum, partial, share)?,
     };
     Ok(tp.wait(cx.be, ticket)?)
 }

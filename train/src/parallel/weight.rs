@@ -13,9 +13,9 @@ use mesh::DType;
 /// Where one parameter lives on this rank.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ParamHome {
-    /// This rank's rows, F32; as many on every GTP peer (the last ones may be padding).
+    /// This rank's rows, of the compute type; as many on every GTP peer (the last ones may be padding).
     pub weight: View,
-    /// The sum of its gradients, I64 fixed point, the same shape.
+    /// The sum of its gradients, accumulators, the same shape.
     pub grad: View,
     /// Rows of the TP-local weight, over all GTP peers together.
     pub gathered_rows: usize,
@@ -46,6 +46,7 @@ impl WeightStore {
     pub(crate) fn new(homes: Vec<ParamHome>, gtp: usize, buffers: &mut Buffers) -> Self {
         let sharded = || homes.iter().filter(|home| home.is_sharded && gtp > 1);
         let shard_len = sharded().map(|home| home.weight.numel()).max().unwrap_or(0);
+        let dtype = |view: fn(&ParamHome) -> View| view(&homes[0]).dtype;
         let mut pair = |name: &str, dtype, len: usize| match len {
             0 => Vec::new(),
             _ => (0..2)
@@ -53,9 +54,9 @@ impl WeightStore {
                 .collect(),
         };
         WeightStore {
-            ring: pair("weight.gathered", DType::F32, gtp * shard_len),
-            staging: pair("grad.staging", DType::I64, gtp * shard_len),
-            scattered: pair("grad.scattered", DType::I64, shard_len),
+            ring: pair("weight.gathered", dtype(|home| home.weight), gtp * shard_len),
+            staging: pair("grad.staging", dtype(|home| home.grad), gtp * shard_len),
+            scattered: pair("grad.scattered", dtype(|home| home.grad), shard_len),
             homes,
             gtp,
             uses: Vec::new(),
@@ -148,8 +149,8 @@ impl WeightStore {
         be.run(op(staging.row_range(0, home.gathered_rows)))?;
         self.complete_reduction(be, comms)?;
         let scattered = self.scattered[at].col_range(0, rows * cols).reshaped(rows, cols);
-        let ticket =
-            comms.gtp_remat.reduce_scatter(be, "weight.grad.scatter", Reduce::Fixed, staging, scattered)?;
+        let sum = Reduce::of_accumulators(staging.dtype);
+        let ticket = comms.gtp_remat.reduce_scatter(be, "weight.grad.scatter", sum, staging, scattered)?;
         self.reducing = Some((ticket, at, param));
         Ok(())
     }
@@ -159,7 +160,10 @@ impl WeightStore {
         comms.gtp_remat.wait(be, ticket)?;
         let grad = self.homes[param.0].grad;
         let src = self.scattered[at].col_range(0, grad.numel()).reshaped(grad.rows, grad.cols);
-        Ok(be.run(Op::AddFixed { src, dst: grad })?)
+        Ok(be.run(match grad.dtype {
+            DType::I64 => Op::AddFixed { src, dst: grad },
+            _ => Op::Add { src, dst: grad },
+        })?)
     }
 
     /// Ends a micro-batch: completes the last reduction, so that nothing reads a stale sum.

@@ -57,6 +57,7 @@ pub fn compare(
     row("loss-average", true, &a.loss_average, &b.loss_average);
     row("optimizer", true, &a.optimizer, &b.optimizer);
     row("numerics", true, &a.numerics, &b.numerics);
+    row("precision", false, &a.precision, &b.precision);
     differences
 }
 

@@ -1,23 +1,33 @@
-//! The elements of one type, and disjoint borrows of them.
+//! Elements that are one type in host memory, and disjoint borrows of them.
 
 use super::matrix::{Matrix, MatrixMut};
 #[cfg(debug_assertions)]
 use crate::backend::BufId;
-use crate::backend::{MemoryPlan, View};
+use crate::backend::{MemoryPlan, Slot, View};
+use mesh::DType;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// All buffers of one element type.
+/// All buffers of some element types, one type after another.
 #[derive(Debug)]
 pub(super) struct Arena<T> {
     elements: Vec<T>,
+    /// Where the buffers of each type begin.
+    starts: Vec<(DType, usize)>,
     plan: Arc<MemoryPlan>,
 }
 
 impl<T: Copy + Default> Arena<T> {
-    /// An arena of `len` zeros for the buffers of `plan`.
-    pub(super) fn new(plan: &Arc<MemoryPlan>, len: usize) -> Self {
-        Arena { elements: vec![T::default(); len], plan: Arc::clone(plan) }
+    /// An arena of zeros for the buffers of `plan` of these types.
+    pub(super) fn new(plan: &Arc<MemoryPlan>, dtypes: &[DType]) -> Self {
+        let mut len = 0;
+        let mut start = |dtype| {
+            let start = len;
+            len += plan.arena_len(dtype);
+            (dtype, start)
+        };
+        let starts = dtypes.iter().map(|dtype| start(*dtype)).collect();
+        Arena { elements: vec![T::default(); len], starts, plan: Arc::clone(plan) }
     }
 
     /// Borrows what an operation writes and what it reads. Reads may overlap each other.
@@ -70,7 +80,14 @@ impl<T: Copy + Default> Arena<T> {
     #[cfg(debug_assertions)]
     pub(super) fn fill(&mut self, buf: BufId, value: T) {
         let slot = self.plan.slot(buf);
-        self.elements[slot.start..][..slot.len].fill(value);
+        let start = self.start(slot);
+        self.elements[start..][..slot.len].fill(value);
+    }
+
+    /// Where a buffer begins.
+    fn start(&self, slot: &Slot) -> usize {
+        let of_type = self.starts.iter().find(|(dtype, _)| *dtype == slot.dtype);
+        of_type.expect("a buffer of a type of this arena").1 + slot.start
     }
 
     /// The elements between the view's first and last, counted in the arena.
@@ -85,6 +102,7 @@ impl<T: Copy + Default> Arena<T> {
             slot.dtype,
             view.dtype
         );
-        if start == end { 0..0 } else { slot.start + start..slot.start + end }
+        let first = self.start(slot);
+        if start == end { 0..0 } else { first + start..first + end }
     }
 }

@@ -1,9 +1,9 @@
-//! Causal attention by query leaves, rotary positions, and the packing of keys and values.
+//! Causal attention by query tiles, rotary positions, and the packing of keys and values.
 //!
-//! A leaf's queries see the keys from position 0 to the leaf's last; later keys of the leaf's own rows have weight +0. So
-//! a leaf is computed in the same way wherever its rows lie and however many heads are local.
+//! A tile's queries see the keys from position 0 to the tile's last; later keys of the tile's own rows have weight +0. So
+//! a tile is computed in the same way wherever its rows lie and however many heads are local.
 
-use super::fixed::FixedPoint;
+use super::accumulate::Adder;
 use super::gemm::{Factor, gemm, widest};
 use super::{Matrix, MatrixMut, scratch};
 use crate::backend::{Dropout, Heads};
@@ -65,7 +65,7 @@ pub(super) struct Tokens<'a> {
     pub(super) samples: Matrix<'a, i64>,
     /// Samples; their queries follow one another, as their keys do.
     pub(super) batch: usize,
-    pub(super) leaf: usize,
+    pub(super) tile: usize,
 }
 
 /// The inputs of attention.
@@ -87,7 +87,7 @@ pub(super) struct Forward<'a> {
     pub(super) lse: Matrix<'a, f32>,
 }
 
-/// The queries of one leaf and one head, and the keys they see.
+/// The queries of one tile and one head, and the keys they see.
 #[derive(Clone)]
 struct Block {
     queries: Range<usize>,
@@ -140,23 +140,20 @@ impl<'a> Call<'a> {
         });
     }
 
-    pub(super) fn backward(
+    pub(super) fn backward<A: Adder>(
         &self,
         Forward { out, lse }: Forward<'_>,
         d_out: Matrix<'_, f32>,
         mut d_qkv: MatrixMut<'_, f32>,
-        mut d_kv: MatrixMut<'_, i64>,
-        fixed: &mut FixedPoint,
-        space: &mut Vec<f32>,
+        mut d_kv: MatrixMut<'_, A::Acc>,
+        adder: &mut A,
+        [space, product]: [&mut Vec<f32>; 2],
     ) {
         let scale = self.scale();
-        let head_dim = self.heads.head_dim;
         self.for_each_block(|block| {
             let num_keys = block.keys.len();
             let num_scores = block.queries.len() * num_keys;
-            let space = scratch(space, 2 * num_scores + num_keys * head_dim);
-            let (weights, space) = space.split_at_mut(num_scores);
-            let (d_scores, product) = space.split_at_mut(num_scores);
+            let (weights, d_scores) = scratch(space, 2 * num_scores).split_at_mut(num_scores);
             let d_out_head = d_out.block(block.queries.clone(), block.out_cols.clone());
             let keys = self.kv.block(block.keys.clone(), block.key_cols.clone());
             let values = self.kv.block(block.keys.clone(), block.value_cols.clone());
@@ -184,9 +181,8 @@ impl<'a> Call<'a> {
             let d_queries = d_qkv.block(block.queries.clone(), block.query_cols.clone());
             gemm(Factor::new(d_scores), Factor::new(keys), d_queries, false);
             let mut add = |weights, factor, cols: Range<usize>| {
-                let contiguous = MatrixMut::contiguous(product, head_dim);
-                gemm(Factor::transposed(weights), Factor::new(factor), contiguous, false);
-                fixed.add_rows(d_kv.block(block.keys.clone(), cols), product);
+                let d_kv = d_kv.block(block.keys.clone(), cols);
+                adder.add_product(d_kv, Factor::transposed(weights), Factor::new(factor), product);
             };
             add(d_scores, queries, block.key_cols.clone());
             add(weights, d_out_head, block.value_cols.clone());
@@ -215,15 +211,15 @@ impl<'a> Call<'a> {
     }
 
     fn for_each_block(&self, mut run: impl FnMut(Block)) {
-        let Tokens { positions, batch, leaf, .. } = self.tokens;
+        let Tokens { positions, batch, tile, .. } = self.tokens;
         let (local, keys) = (self.qkv.rows / batch, self.kv.rows / batch);
         let heads = self.heads;
         let width = heads.head_dim;
-        for first in (0..self.qkv.rows).step_by(leaf) {
+        for first in (0..self.qkv.rows).step_by(tile) {
             let position = usize::try_from(*positions.at(first)).expect("positions count from 0");
-            let consecutive = (0..leaf).all(|row| *positions.at(first + row) as usize == position + row);
-            assert!(consecutive, "positions of a leaf follow one another, from row {first} on they do not");
-            assert!(position + leaf <= keys, "a query at position {} of {keys}", position + leaf - 1);
+            let consecutive = (0..tile).all(|row| *positions.at(first + row) as usize == position + row);
+            assert!(consecutive, "positions of a tile follow one another, from row {first} on they do not");
+            assert!(position + tile <= keys, "a query at position {} of {keys}", position + tile - 1);
             let first_key = first / local * keys;
             for group in 0..heads.groups {
                 let (key_col, value_col) = (2 * group * width, (2 * group + 1) * width);
@@ -231,9 +227,9 @@ impl<'a> Call<'a> {
                     let head = group * heads.queries_per_group + query;
                     let query_col = heads.query(group, query);
                     run(Block {
-                        queries: first..first + leaf,
+                        queries: first..first + tile,
                         position,
-                        keys: first_key..first_key + position + leaf,
+                        keys: first_key..first_key + position + tile,
                         query_cols: query_col..query_col + width,
                         key_cols: key_col..key_col + width,
                         value_cols: value_col..value_col + width,

@@ -1,6 +1,6 @@
 //! RMSNorm, and LayerNorm: the same about the mean of a row, with a shift.
 
-use super::fixed::FixedPoint;
+use super::accumulate::Adder;
 use super::gemm::widest;
 use super::{Matrix, MatrixMut, scratch};
 use crate::numerics::{dot, sum};
@@ -118,12 +118,12 @@ pub(super) fn backward_sum(
 }
 
 /// `d_gamma += Σ d_out · (x − mean) · rstd`.
-pub(super) fn backward_gamma(
+pub(super) fn backward_gamma<A: Adder>(
     d_out: Matrix<'_, f32>,
     normed: Normed<'_>,
-    mut d_gamma: MatrixMut<'_, i64>,
+    mut d_gamma: MatrixMut<'_, A::Acc>,
     leaf: usize,
-    fixed: &mut FixedPoint,
+    adder: &mut A,
     space: &mut Vec<f32>,
 ) {
     widest(
@@ -139,7 +139,7 @@ pub(super) fn backward_gamma(
                         *sum += d_out * ((x - mean) * rstd);
                     }
                 }
-                fixed.add(d_gamma.row(0), sums);
+                adder.add(d_gamma.row(0), sums);
             }
         },
     )

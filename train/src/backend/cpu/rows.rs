@@ -1,9 +1,10 @@
 //! Operations that move or add whole rows.
 
-use super::fixed::FixedPoint;
+use super::accumulate::Adder;
 use super::gemm::widest;
 use super::{Matrix, MatrixMut, scratch};
 use crate::backend::{Dropout, HiddenSite};
+use crate::numerics;
 use crate::rng::DropoutRow;
 use bytemuck::Pod;
 
@@ -74,19 +75,19 @@ pub(super) fn embed(
     }
 }
 
-pub(super) fn embed_backward(
+pub(super) fn embed_backward<A: Adder>(
     tokens: Matrix<'_, i32>,
     d_out: Matrix<'_, f32>,
     first_row: i32,
-    mut acc: MatrixMut<'_, i64>,
-    fixed: &mut FixedPoint,
+    mut acc: MatrixMut<'_, A::Acc>,
+    adder: &mut A,
 ) {
     widest(
         #[inline(always)]
         || {
             for (row, d_out) in d_out.iter().enumerate() {
                 if let Some(to) = row_of(*tokens.at(row), first_row, acc.rows) {
-                    fixed.add(acc.row(to), d_out);
+                    adder.add(acc.row(to), d_out);
                 }
             }
         },
@@ -107,11 +108,11 @@ pub(super) fn add_bias(bias: Matrix<'_, f32>, mut x: MatrixMut<'_, f32>) {
     )
 }
 
-pub(super) fn sum_rows(
+pub(super) fn sum_rows<A: Adder>(
     x: Matrix<'_, f32>,
-    mut acc: MatrixMut<'_, i64>,
+    mut acc: MatrixMut<'_, A::Acc>,
     leaf: usize,
-    fixed: &mut FixedPoint,
+    adder: &mut A,
     space: &mut Vec<f32>,
 ) {
     widest(
@@ -125,7 +126,7 @@ pub(super) fn sum_rows(
                         *sum += x;
                     }
                 }
-                fixed.add(acc.row(0), sums);
+                adder.add(acc.row(0), sums);
             }
         },
     )
@@ -142,6 +143,32 @@ pub(super) fn dropout(
     for row in 0..x.rows {
         let words = DropoutRow::hidden(seed, layer, site as u32, *samples.at(row), *positions.at(row));
         words.apply(p, x.row(row));
+    }
+}
+
+/// Rounds every element to BF16.
+pub(super) fn round_to_bf16(mut x: MatrixMut<'_, f32>) {
+    widest(
+        #[inline(always)]
+        || (0..x.rows).for_each(|row| x.row(row).iter_mut().for_each(|x| *x = numerics::round_to_bf16(*x))),
+    )
+}
+
+/// BF16 is the upper half of f32.
+pub(super) fn upload_bf16(bytes: &[u8], mut dst: MatrixMut<'_, f32>) {
+    for (row, bytes) in bytes.chunks_exact(2 * dst.cols).enumerate() {
+        for (dst, [low, high]) in dst.row(row).iter_mut().zip(bytes.as_chunks().0) {
+            *dst = f32::from_le_bytes([0, 0, *low, *high]);
+        }
+    }
+}
+
+pub(super) fn download_bf16(src: Matrix<'_, f32>, bytes: &mut [u8]) {
+    for (src, bytes) in src.iter().zip(bytes.chunks_exact_mut(2 * src.cols)) {
+        for (src, bytes) in src.iter().zip(bytes.as_chunks_mut().0) {
+            let [_, _, low, high] = src.to_le_bytes();
+            *bytes = [low, high];
+        }
     }
 }
 

@@ -7,17 +7,71 @@ use crate::backend::refops::{self, Mat};
 use crate::backend::{Buffers, Dropout, Heads, HiddenSite, Lifetime, Recorder};
 use crate::config::Activation;
 use crate::rng;
+use half::bf16;
 use proptest::prelude::*;
 
+/// What programs choose between: the compute type, and the kind of accumulators.
+#[derive(Clone, Copy, Debug)]
+struct Mode {
+    dtype: DType,
+    is_fixed: bool,
+}
+
+/// f32 and fixed point.
+const CANONICAL: Mode = Mode { dtype: DType::F32, is_fixed: true };
+
+fn modes() -> impl Strategy<Value = Mode> {
+    (prop::sample::select(vec![DType::F32, DType::Bf16]), any::<bool>())
+        .prop_map(|(dtype, is_fixed)| Mode { dtype, is_fixed })
+}
+
+impl Mode {
+    fn add(self, leaf: usize) -> Accumulate {
+        match self.is_fixed {
+            true => Accumulate::Fixed { leaf, bits: BITS },
+            false => Accumulate::Float,
+        }
+    }
+
+    /// Normal numbers that the compute type holds exactly.
+    fn random(self, seed: u32, name: &str, rows: usize, cols: usize) -> Mat {
+        self.rounded(random(seed, name, rows, cols))
+    }
+
+    fn rounded(self, mut x: Mat) -> Mat {
+        let round = |x: &f64| match self.dtype {
+            DType::Bf16 => bf16::from_f64(*x).to_f64(),
+            _ => f64::from(*x as f32),
+        };
+        x.data.iter_mut().for_each(|x| *x = round(x));
+        x
+    }
+
+    /// How far a result may be off, relative to the norm of what it is made of. f32: hundreds of roundings of 6e-8, added as
+    /// random walks, stay below 1e-5. BF16: and each element is rounded by 2⁻⁸ of itself at most.
+    fn tolerance(self) -> f64 {
+        match self.dtype {
+            DType::Bf16 => F32_TOLERANCE + f64::powi(2.0, -8),
+            _ => F32_TOLERANCE,
+        }
+    }
+}
+
+const F32_TOLERANCE: f64 = 1e-5;
+
 /// Buffers with contents, on which operations run.
-#[derive(Default)]
 struct Bench {
+    mode: Mode,
     buffers: Buffers,
     contents: Vec<(View, Vec<u8>)>,
     backend: Option<CpuBackend>,
 }
 
 impl Bench {
+    fn new(mode: Mode) -> Self {
+        Bench { mode, buffers: Buffers::default(), contents: Vec::new(), backend: None }
+    }
+
     fn declare(&mut self, dtype: DType, rows: usize, cols: usize, bytes: Vec<u8>) -> View {
         assert!(self.backend.is_none(), "buffers come before the first operation");
         let name = format!("buffer {}", self.contents.len());
@@ -26,10 +80,19 @@ impl Bench {
         view
     }
 
-    /// An input; f32 values, so that the reference sees the same numbers.
+    /// An input of the compute type, which holds its values exactly, so that the reference sees the same numbers.
     fn input(&mut self, x: &Mat) -> View {
-        let values: Vec<f32> = x.data.iter().map(|x| *x as f32).collect();
-        self.declare(DType::F32, x.rows, x.cols, bytemuck::cast_slice(&values).to_vec())
+        let bytes = match self.mode.dtype {
+            DType::Bf16 => x.data.iter().flat_map(|x| bf16::from_f64(*x).to_le_bytes()).collect(),
+            _ => x.data.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
+        };
+        self.declare(self.mode.dtype, x.rows, x.cols, bytes)
+    }
+
+    /// An input that is F32 whatever the compute type.
+    fn f32s(&mut self, x: &Mat) -> View {
+        let bytes = x.data.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect();
+        self.declare(DType::F32, x.rows, x.cols, bytes)
     }
 
     fn i32s(&mut self, values: &[i32]) -> View {
@@ -45,8 +108,19 @@ impl Bench {
         self.input(&Mat::from_fn(rows, cols, |_, _| f64::NAN))
     }
 
-    /// A fixed-point accumulator, zero.
+    /// Statistics of rows, F32, poisoned.
+    fn stats(&mut self, rows: usize, cols: usize) -> View {
+        self.f32s(&Mat::from_fn(rows, cols, |_, _| f64::NAN))
+    }
+
+    /// Accumulators, zero.
     fn acc(&mut self, rows: usize, cols: usize) -> View {
+        let dtype = self.mode.add(1).dtype();
+        self.declare(dtype, rows, cols, vec![0; rows * cols * dtype.size_bytes()])
+    }
+
+    /// Fixed-point accumulators, zero.
+    fn fixed(&mut self, rows: usize, cols: usize) -> View {
         self.declare(DType::I64, rows, cols, vec![0; rows * cols * 8])
     }
 
@@ -76,15 +150,32 @@ impl Bench {
         bytes
     }
 
-    fn fixed(&mut self, acc: View, bits: u32) -> Mat {
-        let values = self.read::<i64>(acc);
-        let data = values.iter().map(|value| *value as f64 / 2f64.powi(bits as i32)).collect();
-        Mat { rows: acc.rows, cols: acc.cols, data }
+    /// Numbers of any kind; fixed point has [`BITS`].
+    fn mat(&mut self, view: View) -> Mat {
+        let data = match view.dtype {
+            DType::I64 => {
+                self.read::<i64>(view).into_iter().map(|x| x as f64 / 2f64.powi(BITS as i32)).collect()
+            }
+            DType::Bf16 => self.read::<u16>(view).into_iter().map(|x| bf16::from_bits(x).to_f64()).collect(),
+            _ => self.read::<f32>(view).into_iter().map(f64::from).collect(),
+        };
+        Mat { rows: view.rows, cols: view.cols, data }
     }
 
-    fn mat(&mut self, view: View) -> Mat {
-        let data = self.read::<f32>(view).into_iter().map(f64::from).collect();
-        Mat { rows: view.rows, cols: view.cols, data }
+    /// ‖found − expected‖ ≤ tolerance · ‖expected‖. NaN fails.
+    #[track_caller]
+    fn assert_close(&mut self, found: View, expected: &Mat) {
+        self.assert_within(found, expected, norm(expected.data.iter().copied()));
+    }
+
+    /// As `assert_close`, measured against `size`, for results that are what remains of terms of that norm.
+    #[track_caller]
+    fn assert_within(&mut self, found: View, expected: &Mat, size: f64) {
+        let tolerance = match found.dtype {
+            DType::Bf16 => self.mode.tolerance(),
+            _ => F32_TOLERANCE,
+        };
+        assert_within(&self.mat(found), expected, tolerance * size);
     }
 }
 
@@ -104,18 +195,11 @@ fn norm(x: impl Iterator<Item = f64>) -> f64 {
     x.map(|x| x * x).sum::<f64>().sqrt()
 }
 
-/// ‖found − expected‖ ≤ 1e-5 ‖expected‖: hundreds of f32 roundings of 6e-8, added as random walks, stay below. NaN fails.
 #[track_caller]
-fn assert_close(found: &Mat, expected: &Mat) {
-    assert_within(found, expected, norm(expected.data.iter().copied()));
-}
-
-/// As `assert_close`, measured against `size`, for results that are what remains of terms of that norm.
-#[track_caller]
-fn assert_within(found: &Mat, expected: &Mat, size: f64) {
+fn assert_within(found: &Mat, expected: &Mat, limit: f64) {
     assert_eq!((found.rows, found.cols), (expected.rows, expected.cols));
     let error = norm(found.data.iter().zip(&expected.data).map(|(a, b)| a - b));
-    assert!(error <= 1e-5 * size, "off by {error} of {size}: {found:?} instead of {expected:?}");
+    assert!(error <= limit, "off by {error}, more than {limit}: {found:?} instead of {expected:?}");
 }
 
 const BITS: u32 = 36;
@@ -127,26 +211,26 @@ proptest! {
 
     #[test]
     fn linear_and_its_gradients(
-        seed: u32, leaf in 1usize..40, leaves in 1usize..4, k in 1usize..70, n in 1usize..70, accumulate: bool,
-        with_bias: bool,
+        seed: u32, mode in modes(), leaf in 1usize..40, leaves in 1usize..4, k in 1usize..70, n in 1usize..70,
+        accumulate: bool, with_bias: bool,
     ) {
         let m = leaf * leaves;
-        let bias = random(seed, "bias", 1, n);
-        let [x, w, d] = [("x", m, k), ("w", n, k), ("d", m, n)].map(|(name, r, c)| random(seed, name, r, c));
-        let mut bench = Bench::default();
+        let bias = mode.random(seed, "bias", 1, n);
+        let [x, w, d] = [("x", m, k), ("w", n, k), ("d", m, n)].map(|(name, r, c)| mode.random(seed, name, r, c));
+        let mut bench = Bench::new(mode);
         let [x_v, w_v, d_v, bias_v] = [&x, &w, &d, &bias].map(|x| bench.input(x));
         let mut expected = [
             refops::matmul(&x, &w.transposed()), refops::matmul(&d, &w), refops::matmul(&d.transposed(), &x),
         ];
-        let before = random(seed, "before", m, n.max(k));
+        let before = mode.random(seed, "before", m, n.max(k));
         let outputs = [n, k].map(|cols| {
             if accumulate { bench.input(&before) } else { bench.output(m, n.max(k)) }.col_range(0, cols)
         });
         let (acc, bias_acc) = (bench.acc(n, k), bench.acc(1, n));
         bench.run(Op::Linear { x: x_v, w: w_v, bias: with_bias.then_some(bias_v), out: outputs[0], accumulate });
         bench.run(Op::LinearDx { d_out: d_v, w: w_v, d_x: outputs[1], accumulate });
-        bench.run(Op::LinearDw { d_out: d_v, x: x_v, acc, leaf, bits: BITS });
-        bench.run(Op::SumRows { x: d_v, acc: bias_acc, leaf, bits: BITS });
+        bench.run(Op::LinearDw { d_out: d_v, x: x_v, acc, add: mode.add(leaf) });
+        bench.run(Op::SumRows { x: d_v, acc: bias_acc, add: mode.add(leaf) });
         if with_bias {
             expected[0] = refops::add_bias(&expected[0], &bias);
         }
@@ -157,14 +241,14 @@ proptest! {
                 }
             }
         }
-        assert_close(&bench.mat(outputs[0]), &expected[0]);
-        assert_close(&bench.mat(outputs[1]), &expected[1]);
-        assert_close(&bench.fixed(acc, BITS), &expected[2]);
+        bench.assert_close(outputs[0], &expected[0]);
+        bench.assert_close(outputs[1], &expected[1]);
+        bench.assert_close(acc, &expected[2]);
         // A sum may cancel to less than its terms.
-        assert_within(&bench.fixed(bias_acc, BITS), &refops::sum_rows(&d), norm(d.data.iter().copied()));
+        bench.assert_within(bias_acc, &refops::sum_rows(&d), norm(d.data.iter().copied()));
         let linear = bench.mat(outputs[0]);
         bench.run(Op::AddBias { bias: bias_v, x: outputs[0] });
-        assert_close(&bench.mat(outputs[0]), &refops::add_bias(&linear, &bias));
+        bench.assert_close(outputs[0], &refops::add_bias(&linear, &bias));
     }
 }
 
@@ -173,21 +257,20 @@ proptest! {
 
     #[test]
     fn norm_and_its_gradients(
-        seed: u32, leaf in 1usize..9, leaves in 1usize..5, h in 1usize..80, accumulate: bool, in_place: bool,
-        with_delta: bool, with_center: bool,
+        seed: u32, mode in modes(), leaf in 1usize..9, leaves in 1usize..5, h in 1usize..80, accumulate: bool,
+        in_place: bool, with_delta: bool, with_center: bool,
     ) {
         let m = leaf * leaves;
         // Rows of few elements may be almost constant: ε keeps their rstd, and so the rounding that it magnifies, small.
         let eps = 1e-2;
-        let [x, delta, d_out, before] = ["x", "delta", "d", "b"].map(|name| random(seed, name, m, h));
-        let [gamma, beta] = ["gamma", "beta"].map(|name| random(seed, name, 1, h));
-        let mut bench = Bench::default();
+        let [x, delta, d_out, before] = ["x", "delta", "d", "b"].map(|name| mode.random(seed, name, m, h));
+        let [gamma, beta] = ["gamma", "beta"].map(|name| mode.random(seed, name, 1, h));
+        let mut bench = Bench::new(mode);
         let [x_v, delta_v, gamma_v, beta_v, d_v, before_v] =
             [&x, &delta, &gamma, &beta, &d_out, &before].map(|x| bench.input(x));
         let sum_v = if in_place { x_v } else { bench.output(m, h) };
-        let [rstd_v, out_v, again_v, poisoned] =
-            [(m, 1), (m, h), (m, h), (m, h)].map(|(rows, cols)| bench.output(rows, cols));
-        let mean_v = bench.output(m, 1);
+        let [rstd_v, mean_v] = [(); 2].map(|()| bench.stats(m, 1));
+        let [out_v, again_v, poisoned] = [(); 3].map(|()| bench.output(m, h));
         let center = with_center.then_some(Center { mean: mean_v, beta: beta_v });
         let d_gamma = bench.acc(1, h);
         bench.run(Op::AddNorm {
@@ -198,15 +281,15 @@ proptest! {
         let d_sum = if accumulate { before_v } else { poisoned };
         bench.run(Op::NormBackward {
             d_out: d_v, sum: sum_v, mean: with_center.then_some(mean_v), rstd: rstd_v, gamma: gamma_v, d_sum, accumulate,
-            d_gamma, leaf, bits: BITS,
+            d_gamma, add: mode.add(leaf),
         });
-        let sum = Mat::from_fn(m, h, |row, col| {
+        let sum = mode.rounded(Mat::from_fn(m, h, |row, col| {
             let delta = if with_delta { delta[(row, col)] } else { 0.0 };
             f64::from((x[(row, col)] + delta) as f32)
-        });
-        assert_close(&bench.mat(sum_v), &sum);
+        }));
+        prop_assert_eq!(bench.mat(sum_v).data, sum.data.clone());
         let (rstd, out, (mut d_x, expected_d_gamma)) = if with_center {
-            assert_within(&bench.mat(mean_v), &refops::mean(&sum), norm(sum.data.iter().copied()));
+            bench.assert_within(mean_v, &refops::mean(&sum), norm(sum.data.iter().copied()));
             let rstd = refops::rstd(&refops::center(&sum), eps);
             let out = refops::layer_norm(&sum, &gamma, &beta, eps);
             (rstd, out, refops::layer_norm_backward(&d_out, &sum, &gamma, eps))
@@ -214,75 +297,81 @@ proptest! {
             let out = refops::norm(&sum, &gamma, eps);
             (refops::rstd(&sum, eps), out, refops::norm_backward(&d_out, &sum, &gamma, eps))
         };
-        assert_close(&bench.mat(rstd_v), &rstd);
-        assert_close(&bench.mat(out_v), &out);
-        prop_assert_eq!(bench.bits(again_v), bench.bits(out_v));
+        bench.assert_close(rstd_v, &rstd);
+        bench.assert_close(out_v, &out);
+        prop_assert_eq!(bench.bytes(again_v), bench.bytes(out_v));
         if accumulate {
             d_x.data.iter_mut().zip(&before.data).for_each(|(d_x, before)| *d_x += before);
         }
         // d_x is a difference of two vectors of about this norm.
         let g = (0..m * h).map(|at| rstd[(at / h, 0)] * d_out.data[at] * gamma[(0, at % h)]);
-        assert_within(&bench.mat(d_sum), &d_x, norm(g) + norm(before.data.iter().copied()));
+        bench.assert_within(d_sum, &d_x, norm(g) + norm(before.data.iter().copied()));
         // A gain's gradient may cancel: its terms are at most as large as the gradients that they are of.
         let size = norm(expected_d_gamma.data.iter().copied()) + norm(d_out.data.iter().copied());
-        assert_within(&bench.fixed(d_gamma, BITS), &expected_d_gamma, size);
+        bench.assert_within(d_gamma, &expected_d_gamma, size);
     }
 
     #[test]
-    fn embedding_and_its_gradient(seed: u32, m in 1usize..30, rows in 1usize..9, h in 1usize..20, first_row in 0i32..5) {
+    fn embedding_and_its_gradient(
+        seed: u32, mode in modes(), m in 1usize..30, rows in 1usize..9, h in 1usize..20, first_row in 0i32..5,
+    ) {
         let tokens = random_below(seed, m, 12);
-        let (table, d_out) = (random(seed, "table", rows, h), random(seed, "d", m, h));
-        let mut bench = Bench::default();
+        let (table, d_out) = (mode.random(seed, "table", rows, h), mode.random(seed, "d", m, h));
+        let mut bench = Bench::new(mode);
         let (tokens_v, table_v, d_v) = (bench.i32s(&tokens), bench.input(&table), bench.input(&d_out));
         let (out, acc) = (bench.output(m, h), bench.acc(rows, h));
         bench.run(Op::Embed { tokens: tokens_v, table: table_v, first_row, out, accumulate: false });
-        bench.run(Op::EmbedBackward { tokens: tokens_v, d_out: d_v, first_row, acc, leaf: 1, bits: BITS });
+        bench.run(Op::EmbedBackward { tokens: tokens_v, d_out: d_v, first_row, acc, add: mode.add(1) });
         prop_assert_eq!(bench.mat(out).data, refops::embed(&tokens, &table, first_row).data);
-        assert_close(&bench.fixed(acc, BITS), &refops::embed_backward(&tokens, &d_out, first_row, rows));
+        // Rows of few tokens may cancel, against the norm of all of them.
+        let size = norm(d_out.data.iter().copied());
+        bench.assert_within(acc, &refops::embed_backward(&tokens, &d_out, first_row, rows), size);
         bench.run(Op::Embed { tokens: tokens_v, table: table_v, first_row, out: d_v, accumulate: true });
         let rows = refops::embed(&tokens, &table, first_row);
-        let sums = d_out.data.iter().zip(&rows.data).map(|(d, row)| f64::from((d + row) as f32));
-        prop_assert_eq!(bench.mat(d_v).data, sums.collect::<Vec<f64>>());
+        let sums = Mat::from_fn(m, h, |row, col| f64::from((d_out[(row, col)] + rows[(row, col)]) as f32));
+        prop_assert_eq!(bench.mat(d_v).data, mode.rounded(sums).data);
     }
 
     #[test]
     fn activations_and_their_gradients(
-        seed: u32, m in 1usize..9, f in 1usize..50, activation in prop::sample::select(ACTIVATIONS),
+        seed: u32, mode in modes(), m in 1usize..9, f in 1usize..50, activation in prop::sample::select(ACTIVATIONS),
     ) {
-        let mut x = random(seed, "x", m, activation.inputs() * f);
+        let mut x = mode.random(seed, "x", m, activation.inputs() * f);
         x.data.iter_mut().for_each(|x| *x *= 8.0);
-        let d_out = random(seed, "d", m, f);
-        let mut bench = Bench::default();
+        let d_out = mode.random(seed, "d", m, f);
+        let mut bench = Bench::new(mode);
         let (x_v, d_v) = (bench.input(&x), bench.input(&d_out));
         let (out, d_x) = (bench.output(m, f), bench.output(m, x.cols));
         bench.run(Op::Activate { activation, x: x_v, out });
         bench.run(Op::ActivateBackward { activation, d_out: d_v, x: x_v, d_x });
         // Where all are in the negative tail the results are of the order of the rounding of 1 + erf, 1e-7.
-        let close = |found: &Mat, expected: &Mat, size: f64| {
-            assert_within(found, expected, norm(expected.data.iter().copied()) + 0.05 * size);
+        let size = |expected: &Mat, of: &Mat| {
+            norm(expected.data.iter().copied()) + 0.05 * norm(of.data.iter().copied())
         };
-        close(&bench.mat(out), &refops::activate(activation, &x), norm(x.data.iter().copied()));
+        let expected = refops::activate(activation, &x);
+        bench.assert_within(out, &expected, size(&expected, &x));
         let expected = refops::activate_backward(activation, &d_out, &x);
-        close(&bench.mat(d_x), &expected, norm(d_out.data.iter().copied()));
+        bench.assert_within(d_x, &expected, size(&expected, &d_out));
     }
 
     #[test]
     fn cross_entropy_over_split_vocabularies(
-        seed: u32, m in 1usize..6, block in 1usize..20, log_shards in 0u32..3, padding in 0usize..10,
+        seed: u32, mode in modes(), m in 1usize..6, block in 1usize..20, log_shards in 0u32..3, padding in 0usize..10,
     ) {
         let shards = 1usize << log_shards;
         let per_shard = 4 / shards * block;
         let valid = (4 * block).saturating_sub(padding).max(1);
         let mut logits = random(seed, "logits", m, 4 * block);
         logits.data.iter_mut().for_each(|x| *x *= 10.0);
+        let logits = mode.rounded(logits);
         let targets = random_below(seed, m, valid as u32);
         let weights: Vec<f64> = (0..m).map(|row| [1.0, 0.0, 0.25][row % 3]).collect();
-        let mut bench = Bench::default();
+        let mut bench = Bench::new(mode);
         let whole = bench.input(&logits);
         let target = bench.i32s(&targets);
-        let weight = bench.input(&Mat { rows: m, cols: 1, data: weights.clone() });
-        let [maxes, sums, picks] = [m * shards; 3].map(|rows| bench.output(rows, 1));
-        let [max, sum, picked, loss] = [m; 4].map(|rows| bench.output(rows, 1));
+        let weight = bench.f32s(&Mat { rows: m, cols: 1, data: weights.clone() });
+        let [maxes, sums, picks] = [m * shards; 3].map(|rows| bench.stats(rows, 1));
+        let [max, sum, picked, loss] = [m; 4].map(|rows| bench.stats(rows, 1));
         let shard = |index: usize| {
             let lo = index * per_shard;
             (whole.col_range(lo, lo + per_shard), lo as i32, valid.saturating_sub(lo).min(per_shard))
@@ -325,63 +414,64 @@ proptest! {
         let gradient = refops::cross_entropy_backward(&logits, valid, &targets, &weights);
         let found = bench.mat(whole);
         for (found, expected) in found.data.iter().zip(&gradient.data) {
-            prop_assert!((found - expected).abs() <= 1e-5, "{} instead of {}", found, expected);
+            prop_assert!((found - expected).abs() <= mode.tolerance(), "{} instead of {}", found, expected);
         }
     }
 
     #[test]
     fn rotary_positions_turn_and_turn_back(
-        seed: u32, m in 1usize..9, groups in 1usize..4, queries_per_group in 1usize..4, half in 1usize..9,
+        seed: u32, mode in modes(), m in 1usize..9, groups in 1usize..4, queries_per_group in 1usize..4,
+        half in 1usize..9,
     ) {
         let heads = Heads { groups, queries_per_group, head_dim: 2 * half };
-        let qkv = random(seed, "qkv", m, heads.qkv_cols());
+        let qkv = mode.random(seed, "qkv", m, heads.qkv_cols());
         let positions = random_below(seed, m, 32);
         let angle = |position: i32, pair: usize| f64::from(position) / 100f64.powf(pair as f64 / half as f64);
         let table = Mat::from_fn(32, 2 * half, |position, col| {
             let angle = angle(position as i32, col % half);
             if col < half { angle.cos() } else { angle.sin() }
         });
-        let mut bench = Bench::default();
+        let mut bench = Bench::new(mode);
         let (qkv_v, positions_v) = (bench.input(&qkv), bench.i32s(&positions));
-        let table = bench.input(&table);
+        let table = bench.f32s(&table);
         let rotate = |inverse| Op::Rope { qkv: qkv_v, positions: positions_v, table, heads, inverse };
         bench.run(rotate(false));
-        let turned = bench.mat(qkv_v);
-        assert_close(&turned, &refops::rope(&qkv, heads, |row, pair| angle(positions[row], pair)));
+        bench.assert_close(qkv_v, &refops::rope(&qkv, heads, |row, pair| angle(positions[row], pair)));
         bench.run(rotate(true));
-        assert_close(&bench.mat(qkv_v), &qkv);
+        // Rounded twice.
+        bench.assert_within(qkv_v, &qkv, 2.0 * norm(qkv.data.iter().copied()));
     }
 
     #[test]
     fn attention_and_its_gradients(
-        seed: u32, batch in 1usize..3, leaf in 1usize..6, chunks in prop::sample::subsequence((0..5).collect::<Vec<usize>>(), 1..=5),
+        seed: u32, mode in modes(), batch in 1usize..3, tile in 1usize..6, chunks in prop::sample::subsequence((0..5).collect::<Vec<usize>>(), 1..=5),
         groups in 1usize..3, queries_per_group in 1usize..4, head_dim in 1usize..12, with_dropout: bool,
     ) {
         let heads = Heads { groups, queries_per_group, head_dim };
-        let (t, first_head) = (5 * leaf, 3);
+        let (t, first_head) = (5 * tile, 3);
         let positions: Vec<i32> = (0..batch)
-            .flat_map(|_| chunks.iter().flat_map(|chunk| chunk * leaf..(chunk + 1) * leaf))
+            .flat_map(|_| chunks.iter().flat_map(|chunk| chunk * tile..(chunk + 1) * tile))
             .map(|position| position as i32)
             .collect();
         let m = positions.len();
         let samples: Vec<i64> = (0..m).map(|row| (1 << 33) + (row * batch / m) as i64).collect();
-        let qkv = random(seed, "qkv", m, heads.qkv_cols());
-        let kv = random(seed, "kv", batch * t, heads.kv_cols());
-        let d_out = random(seed, "d", m, heads.out_cols());
+        let qkv = mode.random(seed, "qkv", m, heads.qkv_cols());
+        let kv = mode.random(seed, "kv", batch * t, heads.kv_cols());
+        let d_out = mode.random(seed, "d", m, heads.out_cols());
         let dropout = with_dropout.then_some(Dropout { p: 0.3, seed, layer: 7 });
-        let mut bench = Bench::default();
+        let mut bench = Bench::new(mode);
         let [qkv_v, kv_v, d_v] = [&qkv, &kv, &d_out].map(|x| bench.input(x));
         let (positions_v, samples_v) = (bench.i32s(&positions), bench.i64s(&samples));
-        let (out, lse) = (bench.output(m, heads.out_cols()), bench.output(m, heads.num_queries()));
+        let (out, lse) = (bench.output(m, heads.out_cols()), bench.stats(m, heads.num_queries()));
         let d_qkv = bench.output(m, heads.qkv_cols());
         let d_kv = bench.acc(batch * t, heads.kv_cols());
         bench.run(Op::Attention {
-            qkv: qkv_v, kv: kv_v, positions: positions_v, samples: samples_v, out, lse, heads, batch, leaf, dropout,
+            qkv: qkv_v, kv: kv_v, positions: positions_v, samples: samples_v, out, lse, heads, batch, tile, dropout,
             first_head,
         });
         bench.run(Op::AttentionBackward {
             qkv: qkv_v, kv: kv_v, positions: positions_v, samples: samples_v, out, lse, d_out: d_v, d_qkv, d_kv, heads,
-            batch, leaf, bits: BITS, dropout, first_head,
+            batch, tile, add: mode.add(tile), dropout, first_head,
         });
         let mask = |row: usize, head: usize, key: usize| {
             let Some(Dropout { p, seed, layer }) = dropout else { return 1.0 };
@@ -392,8 +482,8 @@ proptest! {
         };
         let reference = refops::Attention { heads, batch, positions: &positions, mask: &mask };
         let (expected_out, expected_lse) = reference.forward(&qkv, &kv);
-        assert_close(&bench.mat(out), &expected_out);
-        assert_close(&bench.mat(lse), &expected_lse);
+        bench.assert_close(out, &expected_out);
+        bench.assert_close(lse, &expected_lse);
         let (expected_d_qkv, expected_d_kv) = reference.backward(&qkv, &kv, &d_out);
         let found = bench.mat(d_qkv);
         for group in 0..groups {
@@ -406,17 +496,30 @@ proptest! {
         let queries = |x: &Mat| Mat::from_fn(m, heads.qkv_cols(), |row, col| {
             if col % heads.query(1, 0) < heads.key(0) { x[(row, col)] } else { 0.0 }
         });
-        // Gradients of scores are differences of terms about as large as d_out.
-        let size = norm(d_out.data.iter().copied());
-        assert_within(&queries(&found), &expected_d_qkv, size);
-        assert_within(&bench.fixed(d_kv, BITS), &expected_d_kv, size);
+        // Gradients of scores are differences of terms about as large as d_out; one of them is a product with `out` as it was
+        // rounded, which is felt in all gradients.
+        let limit = mode.tolerance() * norm(d_out.data.iter().copied());
+        assert_within(&queries(&found), &expected_d_qkv, 2.0 * limit);
+        assert_within(&bench.mat(d_kv), &expected_d_kv, 2.0 * limit);
     }
+}
+
+#[test]
+fn casts_round_to_the_nearest_and_widen_exactly() {
+    let x = Mat { rows: 1, cols: 4, data: vec![1.0, 1.0 + 2f64.powi(-8), 1.0 + 3.0 * 2f64.powi(-8), -0.1] };
+    let mut bench = Bench::new(Mode { dtype: DType::Bf16, is_fixed: false });
+    let (wide, narrow, back) = (bench.f32s(&x), bench.output(1, 4), bench.stats(1, 4));
+    bench.run(Op::Cast { src: wide, dst: narrow });
+    bench.run(Op::Cast { src: narrow, dst: back });
+    let expected = [1.0, 1.0, 1.0 + 2f64.powi(-6), -0.10009765625];
+    assert_eq!(bench.mat(narrow).data, expected);
+    assert_eq!(bench.mat(back).data, expected);
 }
 
 #[test]
 fn moving_rows_keeps_their_bits() {
     let (x, y) = (random(1, "x", 4, 6), random(1, "y", 4, 6));
-    let mut bench = Bench::default();
+    let mut bench = Bench::new(CANONICAL);
     let (x_v, y_v, out) = (bench.input(&x), bench.input(&y), bench.output(3, 3));
     let index = bench.i32s(&[2, -1, 0]);
     let (a, b, moved) = (bench.i64s(&[i64::MAX, 5]), bench.i64s(&[1, -7]), bench.i64s(&[0, 0]));
@@ -449,22 +552,22 @@ proptest! {
     #[test]
     fn sums_of_rows_and_their_values(seed: u32, leaf in 1usize..9, leaves in 1usize..9) {
         let x = random(seed, "x", leaf * leaves, 1);
-        let mut bench = Bench::default();
+        let mut bench = Bench::new(CANONICAL);
         let (x_v, acc, out) = (bench.input(&x), bench.acc(1, 1), bench.output(1, 1));
-        bench.run(Op::SumRows { x: x_v, acc, leaf, bits: BITS });
+        bench.run(Op::SumRows { x: x_v, acc, add: CANONICAL.add(leaf) });
         bench.run(Op::FxTake { acc, bits: BITS, out });
         let expected = Mat { rows: 1, cols: 1, data: vec![x.data.iter().sum()] };
-        assert_within(&bench.mat(out), &expected, norm(x.data.iter().copied()));
+        bench.assert_within(out, &expected, norm(x.data.iter().copied()));
     }
 
     #[test]
     fn hidden_dropout_follows_global_coordinates(
-        seed: u32, m in 1usize..9, cols in 1usize..20, p in 0f32..0.99, first_sample in 0i64..1 << 47,
+        seed: u32, mode in modes(), m in 1usize..9, cols in 1usize..20, p in 0f32..0.99, first_sample in 0i64..1 << 47,
     ) {
-        let x = random(seed, "x", m, cols);
+        let x = mode.random(seed, "x", m, cols);
         let samples: Vec<i64> = (0..m as i64).map(|row| first_sample + row / 2).collect();
         let positions = random_below(seed, m, 100);
-        let mut bench = Bench::default();
+        let mut bench = Bench::new(mode);
         let (x_v, samples_v, positions_v) = (bench.input(&x), bench.i64s(&samples), bench.i32s(&positions));
         let dropout = Dropout { p, seed, layer: 3 };
         bench.run(Op::Dropout { x: x_v, samples: samples_v, positions: positions_v, dropout, site: HiddenSite::Mlp });
@@ -474,7 +577,7 @@ proptest! {
             let keep = f64::from(words[col % 4]) >= (f64::from(p) * 2f64.powi(32)).floor();
             if keep { x[(row, col)] / (1.0 - f64::from(p)) } else { 0.0 }
         });
-        assert_close(&bench.mat(x_v), &expected);
+        bench.assert_close(x_v, &expected);
     }
 
     /// Exact, whatever the ranks the elements are on.
@@ -493,9 +596,9 @@ proptest! {
             })
             .sum();
         let cut = cut.index(values.len());
-        let mut bench = Bench::default();
+        let mut bench = Bench::new(CANONICAL);
         let x_v = bench.input(&x);
-        let limbs = [bench.acc(1, 6), bench.acc(1, 6)];
+        let limbs = [bench.fixed(1, 6), bench.fixed(1, 6)];
         bench.run(Op::SquareNorm { x: x_v.col_range(0, cut), limbs: limbs[0] });
         bench.run(Op::SquareNorm { x: x_v.col_range(cut, values.len()), limbs: limbs[1] });
         bench.run(Op::AddFixed { src: limbs[0], dst: limbs[1] });
@@ -509,7 +612,7 @@ proptest! {
         let mut w = random(seed, "w", 1, len);
         let [mut m, mut v] = [Mat::zeros(1, len), Mat::zeros(1, len)];
         let gradients: Vec<Mat> = (0..3).map(|step| random(seed, &format!("g{step}"), 1, len)).collect();
-        let mut bench = Bench::default();
+        let mut bench = Bench::new(CANONICAL);
         let [w_v, m_v, v_v] = [&w, &m, &v].map(|x| bench.input(x));
         let gradients_v: Vec<View> = gradients.iter().map(|g| bench.input(g)).collect();
         for (step, (g, g_v)) in gradients.iter().zip(gradients_v).enumerate() {
@@ -528,33 +631,37 @@ proptest! {
                 w.data[at] -= lr * (update + decay * w.data[at]);
             }
         }
-        assert_close(&bench.mat(w_v), &w);
-        assert_within(&bench.mat(m_v), &m, (len as f64).sqrt());
+        bench.assert_close(w_v, &w);
+        bench.assert_within(m_v, &m, (len as f64).sqrt());
         // 1 − β2 in f32 is off by half a unit of 2⁻²⁴, relative to 0.001 that is 3e-5.
-        assert_within(&bench.mat(v_v), &v, 10.0 * norm(v.data.iter().copied()));
+        bench.assert_within(v_v, &v, 10.0 * norm(v.data.iter().copied()));
     }
 }
 
 #[test]
 fn square_norms_hold_the_largest_gradients() {
-    let mut bench = Bench::default();
+    let mut bench = Bench::new(CANONICAL);
     let x =
         bench.input(&Mat { rows: 1, cols: 3, data: vec![2f64.powi(26), -(2f64.powi(-50)), 2f64.powi(-51)] });
-    let limbs = bench.acc(1, 6);
+    let limbs = bench.fixed(1, 6);
     bench.run(Op::SquareNorm { x, limbs });
     assert_eq!(bench.read::<i64>(limbs), [1, 0, 0, 0, 1 << 24, 0], "2⁵² and one unit of 2⁻¹⁰⁰");
 }
 
 #[test]
 fn sums_out_of_range_are_told_once() {
-    let mut bench = Bench::default();
+    let mut bench = Bench::new(CANONICAL);
     let x = bench.input(&Mat {
         rows: 5,
         cols: 1,
         data: vec![0.5, 2f64.powi(21), 2f64.powi(23), f64::NAN, 2f64.powi(27)],
     });
-    let (acc, limbs) = (bench.acc(1, 1), bench.acc(1, 6));
-    let sum = |row: usize| Op::SumRows { x: x.row_range(row, row + 1), acc, leaf: 1, bits: 40 };
+    let (acc, limbs) = (bench.fixed(1, 1), bench.fixed(1, 6));
+    let sum = |row: usize| Op::SumRows {
+        x: x.row_range(row, row + 1),
+        acc,
+        add: Accumulate::Fixed { leaf: 1, bits: 40 },
+    };
     let mut peak_after = |ops: &[Op]| {
         ops.iter().for_each(|op| bench.run(*op));
         bench.backend.as_mut().unwrap().take_fixed_point_peak().unwrap()
@@ -616,7 +723,7 @@ fn what_a_partial_write_leaves_out_is_not_a_number() {
 #[test]
 #[should_panic(expected = "Linear: `w` is F32 5 × 3, expected F32 5 × 4")]
 fn operands_of_the_wrong_shape_are_named() {
-    let mut bench = Bench::default();
+    let mut bench = Bench::new(CANONICAL);
     let (x, w, out) = (bench.output(2, 4), bench.output(5, 3), bench.output(2, 5));
     bench.run(Op::Linear { x, w, bias: None, out, accumulate: false });
 }
@@ -624,7 +731,7 @@ fn operands_of_the_wrong_shape_are_named() {
 #[test]
 #[should_panic(expected = "`buffer 0` is read and written by one operation")]
 fn operands_that_overlap_are_named() {
-    let mut bench = Bench::default();
+    let mut bench = Bench::new(CANONICAL);
     let x = bench.output(4, 4);
     bench.run(Op::Copy { src: x.row_range(0, 2), dst: x.row_range(1, 3) });
 }

@@ -86,12 +86,12 @@ impl Comm for ThreadComm {
             }
             Collective::ReduceScatter(reduce) => {
                 let first = self.position() * dst.size_bytes();
-                let own = combine(reduce, payloads, first..first + dst.size_bytes());
+                let own = combine(reduce, dst.dtype, payloads, first..first + dst.size_bytes());
                 be.upload(dst, own.bytes())?;
             }
             Collective::AllReduce(reduce) => {
-                let combined =
-                    contributions.combined.get_or_init(|| combine(reduce, payloads, 0..dst.size_bytes()));
+                let combine = || combine(reduce, dst.dtype, payloads, 0..dst.size_bytes());
+                let combined = contributions.combined.get_or_init(combine);
                 be.upload(dst, combined.bytes())?;
             }
         }

@@ -1,7 +1,9 @@
 //! Contributions on the host and how they are combined.
 
 use crate::comm::Reduce;
+use crate::numerics;
 use bytemuck::Pod;
+use mesh::DType;
 use std::ops::Range;
 
 /// Elements of one member, little-endian, aligned for any element type.
@@ -25,16 +27,25 @@ impl Payload {
     }
 }
 
-/// The combination of the bytes `[lo, hi)` of each payload.
-pub(super) fn combine(reduce: Reduce, payloads: &[Payload], bytes: Range<usize>) -> Payload {
+/// The combination of the bytes `[lo, hi)` of each payload, elements of `dtype`.
+pub(super) fn combine(reduce: Reduce, dtype: DType, payloads: &[Payload], bytes: Range<usize>) -> Payload {
     let mut combined = Payload::zeros(bytes.len());
     let out = combined.bytes_mut();
     match reduce {
-        Reduce::Tree => fold(payloads, bytes, bytemuck::cast_slice_mut(out), |a: f32, b| a + b),
+        Reduce::Tree | Reduce::Sum if dtype == DType::Bf16 => {
+            fold(payloads, bytes, bytemuck::cast_slice_mut(out), add_bf16);
+        }
+        Reduce::Tree | Reduce::Sum => fold(payloads, bytes, bytemuck::cast_slice_mut(out), |a: f32, b| a + b),
         Reduce::Max => fold(payloads, bytes, bytemuck::cast_slice_mut(out), maximum),
         Reduce::Fixed => fold(payloads, bytes, bytemuck::cast_slice_mut(out), i64::wrapping_add),
     }
     combined
+}
+
+/// The sum of two numbers of BF16, the upper halves of f32.
+fn add_bf16(a: u16, b: u16) -> u16 {
+    let widen = |bits: u16| f32::from_bits(u32::from(bits) << 16);
+    (numerics::round_to_bf16(widen(a) + widen(b)).to_bits() >> 16) as u16
 }
 
 fn maximum(a: f32, b: f32) -> f32 {

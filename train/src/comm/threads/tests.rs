@@ -151,29 +151,47 @@ fn a_tree_is_its_aligned_sub_trees_and_then_the_tree_over_them() {
     let len = 600;
     for total in [2, 4, 8, 16] {
         let leaves: Vec<Payload> = (0..total).map(|leaf| payload(&random_f32(leaf, len))).collect();
-        let whole = combine(Reduce::Tree, &leaves, 0..len * 4);
+        let whole = combine(Reduce::Tree, DType::F32, &leaves, 0..len * 4);
         let backwards: Vec<Payload> = (0..total).rev().map(|leaf| payload(&random_f32(leaf, len))).collect();
         for ranks in [1, 2, 4, 8, 16].into_iter().filter(|ranks| *ranks <= leaves.len()) {
             let sub_trees: Vec<Payload> = leaves
                 .chunks(leaves.len() / ranks)
-                .map(|leaves| combine(Reduce::Tree, leaves, 0..len * 4))
+                .map(|leaves| combine(Reduce::Tree, DType::F32, leaves, 0..len * 4))
                 .collect();
-            assert_eq!(combine(Reduce::Tree, &sub_trees, 0..len * 4).bytes(), whole.bytes());
+            assert_eq!(combine(Reduce::Tree, DType::F32, &sub_trees, 0..len * 4).bytes(), whole.bytes());
         }
         if total > 2 {
             let mut shuffled = backwards;
             shuffled.swap(0, 2);
-            let other = combine(Reduce::Tree, &shuffled, 0..len * 4);
+            let other = combine(Reduce::Tree, DType::F32, &shuffled, 0..len * 4);
             assert_ne!(other.bytes(), whole.bytes(), "the data shows an order");
         }
     }
 }
 
 #[test]
+fn sums_of_bf16_are_rounded_after_each_addition() {
+    // 1 + 2⁻⁸ is a tie and falls to 1, twice; 2⁻⁸ + 2⁻⁸ is added whole.
+    let [one, small] = [0x3F80u16, 0x3B80];
+    let sum = |values: &[u16]| {
+        let payload = |value: &u16| {
+            let mut payload = Payload::zeros(2);
+            payload.bytes_mut().copy_from_slice(&value.to_le_bytes());
+            payload
+        };
+        let payloads: Vec<Payload> = values.iter().map(payload).collect();
+        let sums = [Reduce::Tree, Reduce::Sum].map(|reduce| combine(reduce, DType::Bf16, &payloads, 0..2));
+        sums.map(|sum| bytemuck::cast_slice::<u8, u16>(sum.bytes())[0])
+    };
+    assert_eq!(sum(&[one, small, small]), [one; 2]);
+    assert_eq!(sum(&[small, small, one]), [one + 1; 2]);
+}
+
+#[test]
 fn a_maximum_does_not_depend_on_the_order_and_does_not_hide_a_nan() {
     let max = |values: &[f32]| {
         let payloads: Vec<Payload> = values.iter().map(|value| payload(&[*value])).collect();
-        bytemuck::cast_slice::<u8, f32>(combine(Reduce::Max, &payloads, 0..4).bytes())[0]
+        bytemuck::cast_slice::<u8, f32>(combine(Reduce::Max, DType::F32, &payloads, 0..4).bytes())[0]
     };
     for values in [[0.0, -0.0, -1.0], [-0.0, 0.0, -1.0], [-1.0, -0.0, 0.0]] {
         assert_eq!(max(&values).to_bits(), 0.0f32.to_bits());

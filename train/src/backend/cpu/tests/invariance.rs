@@ -5,7 +5,7 @@ use std::ops::Range;
 
 /// What `ops` writes into `outputs` when the rows `0..m` are run part by part.
 fn run_parts(parts: &[Range<usize>], program: impl Fn(&mut Bench) -> Program) -> Vec<Vec<u8>> {
-    let mut bench = Bench::default();
+    let mut bench = Bench::new(CANONICAL);
     let Program { outputs, ops } = program(&mut bench);
     for part in parts {
         ops(part.clone()).into_iter().for_each(|op| bench.run(op));
@@ -85,7 +85,7 @@ fn every_token_operation(bench: &mut Bench, seed: u32, m: usize, leaf: usize) ->
     outputs.extend(activated.iter().flat_map(|(_, _, out, d_x)| [*out, *d_x]));
     let ops = move |rows: Range<usize>| {
         let r = |view: View| view.row_range(rows.start, rows.end);
-        let dropout = Dropout { p: 0.4, seed, layer: 2 };
+        let (dropout, add) = (Dropout { p: 0.4, seed, layer: 2 }, CANONICAL.add(leaf));
         let activations = activated.iter().flat_map(|(activation, x, out, d_x)| {
             let activation = *activation;
             [
@@ -132,8 +132,7 @@ fn every_token_operation(bench: &mut Bench, seed: u32, m: usize, leaf: usize) ->
                 d_sum: r(d_centered),
                 accumulate: false,
                 d_gamma: d_gamma_centered,
-                leaf,
-                bits: BITS,
+                add,
             },
             Op::NormBackward {
                 d_out: r(d_out),
@@ -144,14 +143,13 @@ fn every_token_operation(bench: &mut Bench, seed: u32, m: usize, leaf: usize) ->
                 d_sum: r(d_sum),
                 accumulate: false,
                 d_gamma,
-                leaf,
-                bits: BITS,
+                add,
             },
             Op::Linear { x: r(x), w, bias: Some(bias), out: r(out), accumulate: false },
             Op::AddBias { bias, x: r(biased) },
-            Op::SumRows { x: r(d_n), acc: d_bias, leaf, bits: BITS },
+            Op::SumRows { x: r(d_n), acc: d_bias, add },
             Op::LinearDx { d_out: r(d_n), w, d_x: r(d_x), accumulate: false },
-            Op::LinearDw { d_out: r(d_n), x: r(x), acc: d_w, leaf, bits: BITS },
+            Op::LinearDw { d_out: r(d_n), x: r(x), acc: d_w, add },
             Op::Embed { tokens: r(tokens), table, first_row: 3, out: r(embedded), accumulate: false },
             Op::Embed { tokens: r(tokens), table, first_row: 3, out: r(embedded), accumulate: true },
             Op::EmbedBackward {
@@ -159,8 +157,7 @@ fn every_token_operation(bench: &mut Bench, seed: u32, m: usize, leaf: usize) ->
                 d_out: r(d_out),
                 first_row: 3,
                 acc: d_table,
-                leaf: 1,
-                bits: BITS,
+                add: CANONICAL.add(1),
             },
             Op::Rope { qkv: r(qkv), positions: r(positions), table: angles, heads, inverse: false },
             Op::PackKv { qkv: r(qkv), kv: r(kv), heads },
@@ -193,7 +190,7 @@ fn every_token_operation(bench: &mut Bench, seed: u32, m: usize, leaf: usize) ->
                 valid: 20,
                 loss: r(loss),
             },
-            Op::SumRows { x: r(loss), acc: total, leaf, bits: BITS },
+            Op::SumRows { x: r(loss), acc: total, add },
         ];
         ops.into_iter().chain(activations).collect()
     };
@@ -237,7 +234,7 @@ fn attention(seed: u32, batch: Range<usize>, leaf: usize, part: &Part) -> Attent
     let keys: Vec<(usize, usize)> =
         batch.clone().flat_map(|sample| (0..t).map(move |p| (sample, p))).collect();
     let query_width = HEADS.queries_per_group * HEADS.head_dim;
-    let mut bench = Bench::default();
+    let mut bench = Bench::new(CANONICAL);
     let qkv = bench.input(&select("qkv", &rows, HEADS.query(1, 0)));
     let kv = bench.input(&select("kv", &keys, 2 * HEADS.head_dim));
     let d_out = bench.input(&select("d_out", &rows, query_width));
@@ -258,7 +255,7 @@ fn attention(seed: u32, batch: Range<usize>, leaf: usize, part: &Part) -> Attent
         lse,
         heads,
         batch,
-        leaf,
+        tile: leaf,
         dropout,
         first_head,
     });
@@ -274,8 +271,8 @@ fn attention(seed: u32, batch: Range<usize>, leaf: usize, part: &Part) -> Attent
         d_kv,
         heads,
         batch,
-        leaf,
-        bits: 40,
+        tile: leaf,
+        add: Accumulate::Fixed { leaf, bits: 40 },
         dropout,
         first_head,
     });
@@ -312,10 +309,10 @@ proptest! {
         seed: u32, leaf in 1usize..40, n in 1usize..300, k in 1usize..50, cuts in prop::array::uniform4(any::<prop::sample::Index>()),
     ) {
         let m = 2 * leaf;
-        let mut bench = Bench::default();
+        let mut bench = Bench::new(CANONICAL);
         let (d_out, x) = (bench.input(&random(seed, "d", m, n)), bench.input(&random(seed, "x", m, k)));
         let (whole, part) = (bench.acc(n, k), bench.acc(n, k));
-        bench.run(Op::LinearDw { d_out, x, acc: whole, leaf, bits: BITS });
+        bench.run(Op::LinearDw { d_out, x, acc: whole, add: CANONICAL.add(leaf) });
         let range = |from: usize, len: usize, extent: usize| {
             let lo = cuts[from].index(extent);
             (lo, lo + 1 + cuts[len].index(extent - lo))
@@ -323,7 +320,7 @@ proptest! {
         let ((row, row_end), (col, col_end)) = (range(0, 1, n), range(2, 3, k));
         let block = |acc: View| acc.row_range(row, row_end).col_range(col, col_end);
         let (d_out, x) = (d_out.col_range(row, row_end), x.col_range(col, col_end));
-        bench.run(Op::LinearDw { d_out, x, acc: block(part), leaf, bits: BITS });
+        bench.run(Op::LinearDw { d_out, x, acc: block(part), add: CANONICAL.add(leaf) });
         prop_assert_eq!(bench.read::<i64>(block(part)), bench.read::<i64>(block(whole)));
     }
 

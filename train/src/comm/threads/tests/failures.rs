@@ -342,7 +342,7 @@ fn a_forked_thread_that_panics_ends_the_job() {
 }
 
 #[test]
-#[should_panic(expected = "`x` combines by Fixed")]
+#[should_panic(expected = "`x` combines F32 by Fixed")]
 fn a_reduction_of_the_wrong_type_is_wrong_code() {
     let be = &mut HostMemory::default();
     let buf = be.declare(DType::F32, 1, 1);
