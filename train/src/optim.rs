@@ -3,9 +3,9 @@
 //! Gradients belong to the *sum* of the token losses; the one division by the global count happens here, so it is the same
 //! under every layout and micro-batch size.
 
-use crate::backend::{Accumulate, Backend, BackendError, Buffers, Lifetime, Op, View};
+use crate::backend::{Backend, BackendError, Buffers, Lifetime, Op, View};
 use crate::comm::Reduce;
-use crate::config::OptimizerConfig;
+use crate::config::{Numerics, OptimizerConfig, TrainConfig};
 use crate::model::params::ParamTable;
 use crate::parallel::replica::ReplicaBucket;
 use crate::parallel::weight::ParamHome;
@@ -68,13 +68,11 @@ impl Optimizer {
     /// # Errors
     /// If a placement does not fit the groups.
     pub(crate) fn new(
-        config: &OptimizerConfig,
+        config: &TrainConfig,
         table: &ParamTable,
         groups: &ProcessGroups,
         homes: &[ParamHome],
         replicated_grads: Option<View>,
-        sum_over_tp: bool,
-        add: Accumulate,
         buffers: &mut Buffers,
     ) -> Result<Self, Indivisible> {
         let mut rows = Vec::new();
@@ -90,18 +88,18 @@ impl Optimizer {
         let bucket = ReplicaBucket::new(homes, &rows, replicas as usize, position.index(), buffers);
         let count = bucket.count();
         let mut declare = |name: &str, lifetime, dtype, cols| buffers.declare(name, lifetime, dtype, 1, cols);
-        let (grad, grad_bits) = match add {
-            Accumulate::Fixed { bits, .. } => {
-                (declare("grad", Lifetime::Transient, DType::F32, count), Some(bits))
+        let (grad, grad_bits) = match &config.numerics {
+            Numerics::Canonical(canonical) => {
+                (declare("grad", Lifetime::Transient, DType::F32, count), Some(canonical.grad_bits))
             }
-            Accumulate::Float => (bucket.grad_part(), None),
+            Numerics::Fast => (bucket.grad_part(), None),
         };
         let has_masters = homes[0].weight.dtype != DType::F32;
         Ok(Optimizer {
-            config: config.clone(),
+            config: config.optimizer.clone(),
             params,
             replicated_grads,
-            sum_over_tp,
+            sum_over_tp: config.parallel.sequence_parallel(),
             grad,
             grad_bits,
             master: has_masters.then(|| declare("master", Lifetime::Persistent, DType::F32, count)),

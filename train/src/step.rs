@@ -85,19 +85,10 @@ pub struct ParamGroups {
 impl Program {
     fn new(config: &TrainConfig, groups: &ProcessGroups, buffers: &mut Buffers) -> Result<Self, BuildError> {
         let model = Model::new(config, groups, buffers);
-        let (dtype, add) = (config.precision.dtype(), model.shape().add);
-        let homes = Homes::new(model.table(), groups, dtype, add.dtype(), buffers)?;
-        let sum_over_tp = config.parallel.sequence_parallel();
-        let optimizer = Optimizer::new(
-            &config.optimizer,
-            model.table(),
-            groups,
-            &homes.params,
-            homes.replicated_grads,
-            sum_over_tp,
-            add,
-            buffers,
-        )?;
+        let (dtype, acc) = (config.precision.dtype(), model.shape().add.dtype());
+        let homes = Homes::new(model.table(), groups, dtype, acc, buffers)?;
+        let optimizer =
+            Optimizer::new(config, model.table(), groups, &homes.params, homes.replicated_grads, buffers)?;
         let weights = WeightStore::new(homes.params, groups.size(GroupKind::GtpRemat) as usize, buffers);
         let stats = buffers.declare("stats", Lifetime::Persistent, DType::I64, 1, 2);
         let tp_sum = match config.numerics {
