@@ -51,11 +51,11 @@ def compile_kernels(head_dim, dropout):
 
 class Drop(ctypes.Structure):
     _fields_ = [
+        ("seed", ctypes.c_uint32),
+        ("purpose", ctypes.c_uint32),
+        ("place", ctypes.c_uint32),
         ("threshold", ctypes.c_uint32),
         ("scale", ctypes.c_float),
-        ("seed", ctypes.c_uint32),
-        ("layer", ctypes.c_uint32),
-        ("first_head", ctypes.c_uint32),
     ]
 
 
@@ -65,12 +65,14 @@ class Kernels:
     def __init__(self, head_dim, dropout):
         self.d = head_dim
         module = compile_kernels(head_dim, dropout)
-        tile = 128 * head_dim * 2
+        half = 64 * head_dim * 2
+        wide = 3 if head_dim == 64 else 2
+        self.warpgroups = {"forward": wide, "dq": 3, "dkv": wide}
         shared = {
-            "forward": 5 * tile + 128,
+            "forward": (3 + 16 if head_dim == 64 else 2 + 8) * half + 256,
             "stats": 0,
-            "dq": 5 * tile + 128,
-            "dkv": 5 * tile + 3 * 1024 + 128,
+            "dq": (2 * 3 + 3 * 2) * half + 256,
+            "dkv": (2 * wide + 3 * 2) * half + 3 * 1024 + 256,
         }
         self.functions = {}
         for name, bytes_ in shared.items():
@@ -78,6 +80,12 @@ class Kernels:
             check(cuda.cuModuleGetFunction(ctypes.byref(function), module, f"attention_{name}".encode()))
             check(cuda.cuFuncSetAttribute(function, 8, bytes_))
             self.functions[name] = (function, bytes_)
+
+    def compute(self, name, heads, batch, rows, args):
+        """A launch of as many blocks as stay, of at most one a share of the work."""
+        shares = heads * batch * -(-rows // (64 * self.warpgroups[name]))
+        blocks = min(shares, torch.cuda.get_device_properties(0).multi_processor_count)
+        self.launch(name, (blocks, 1, 1), 128 * (1 + self.warpgroups[name]), args)
 
     def launch(self, name, grid, block, args):
         function, shared = self.functions[name]
@@ -109,9 +117,9 @@ def tensor_map(x):
 class Call:
     """One attention with random inputs: B samples of T keys; the local queries are rank `rank`'s of `cp`, zigzag."""
 
-    def __init__(self, batch, keys, groups, queries, d, cp=1, rank=0, p=0.0, as_f32=True):
+    def __init__(self, batch, keys, groups, queries, d, cp=1, rank=0, p=0.0, add=True):
         self.batch, self.keys, self.groups, self.queries, self.d, self.p = batch, keys, groups, queries, d, p
-        self.heads, self.scale, self.as_f32 = groups * queries, 1 / math.sqrt(d), as_f32
+        self.heads, self.scale, self.add = groups * queries, 1 / math.sqrt(d), add
         chunk = keys // (2 * cp)
         local = torch.arange(keys) if cp == 1 else torch.cat(
             [torch.arange(c * chunk, (c + 1) * chunk) for c in (rank, 2 * cp - 1 - rank)])
@@ -119,7 +127,8 @@ class Call:
         self.local = local.cuda()
         self.positions = local.int().repeat(batch).cuda()
         self.ordinals = (torch.arange(batch) + (3 << 32) + 7).repeat_interleave(self.rows).cuda()
-        self.drop = Drop(int(p * 2**32), 1 / (1 - p), 9, 5, 2)
+        seed, purpose, layer, self.first_head = 9, 3, 5, 2
+        self.drop = Drop(seed, purpose, layer << 22, int(p * 2**32), 1 / (1 - p))
         new = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.float32).bfloat16()
         self.qkv = new(batch, self.rows, groups * (queries + 2) * d)
         self.kv = new(batch, keys, groups * 2 * d)
@@ -131,30 +140,30 @@ class Call:
         nan = lambda *shape, dtype=torch.bfloat16: torch.full(shape, math.nan, device="cuda", dtype=dtype)
         self.out, self.d_qkv = nan(*self.d_out.shape), nan(*self.qkv.shape)
         self.lse = nan(self.batch, self.rows, self.heads, dtype=torch.float32)
-        padded = -(-self.rows // 128) * 128
+        padded = -(-self.rows // 64) * 64
         self.stats = nan(self.batch, self.heads, padded, 2, dtype=torch.float32)
-        self.d_kv = nan(*self.kv.shape, dtype=torch.float32 if self.as_f32 else torch.bfloat16)
+        # Where gradients are added, to something that they are told apart from.
+        self.d_kv = torch.full(self.kv.shape, 2.0, device="cuda") if self.add else nan(*self.kv.shape)
 
     def forward(self, kernels):
         qkv, kv, _ = self.maps
-        grid = (self.heads, self.batch, -(-self.rows // 128))
-        kernels.launch("forward", grid, 384, [qkv, kv, self.positions, self.ordinals, self.out, self.lse, self.rows,
-                                              self.queries, self.scale, self.drop])  # fmt: skip
+        kernels.compute("forward", self.heads, self.batch, self.rows, [
+            qkv, kv, self.positions, self.ordinals, self.out, self.lse, self.batch, self.rows, self.groups, self.queries,
+            self.scale, self.first_head, self.drop])  # fmt: skip
 
     def statistics(self, kernels):
         grid = (-(-self.stats.shape[2] * self.heads // (2048 // self.d)), self.batch, 1)
         kernels.launch("stats", grid, 256, [self.out, self.d_out, self.lse, self.stats, self.rows, self.heads])
 
     def dq(self, kernels):
-        grid = (self.heads, self.batch, -(-self.rows // 128))
-        kernels.launch("dq", grid, 384, [*self.maps, self.positions, self.ordinals, self.stats, self.d_qkv, self.rows,
-                                         self.queries, self.scale, self.drop])  # fmt: skip
+        kernels.compute("dq", self.heads, self.batch, self.rows, [
+            *self.maps, self.positions, self.ordinals, self.stats, self.d_qkv, self.batch, self.rows, self.groups,
+            self.queries, self.scale, self.first_head, self.drop])  # fmt: skip
 
     def dkv(self, kernels):
-        grid = (self.groups, self.batch, -(-self.keys // 128))
-        kernels.launch("dkv", grid, 384, [*self.maps, self.positions, self.ordinals, self.stats, self.d_kv, self.rows,
-                                          self.keys, self.queries, self.scale, self.groups * 2 * self.d, 2 * self.d,
-                                          int(self.as_f32), self.drop])  # fmt: skip
+        kernels.compute("dkv", self.groups, self.batch, self.keys, [
+            *self.maps, self.positions, self.ordinals, self.stats, self.d_kv, self.batch, self.rows, self.keys, self.groups,
+            self.queries, self.scale, self.groups * 2 * self.d, 2 * self.d, int(self.add), self.first_head, self.drop])  # fmt: skip
 
     def backward(self, kernels):
         self.statistics(kernels)
@@ -168,7 +177,7 @@ class Call:
         torch.cuda.synchronize()
         d_qkv = self.d_qkv.view(self.batch, self.rows, self.groups, self.queries + 2, self.d)
         assert d_qkv[:, :, :, self.queries :].isnan().all(), "only the query columns are written"
-        d_kv = self.d_kv.view(self.batch, self.keys, self.groups, 2, self.d)
+        d_kv = (self.d_kv - 2 if self.add else self.d_kv).view(self.batch, self.keys, self.groups, 2, self.d)
         return {
             "out": self.out,
             "lse": self.lse,
@@ -182,15 +191,15 @@ class Call:
         u64 = lambda x: np.asarray(x, dtype=np.uint64)
         word = u64(0xFFFFFFFF)
         ordinal = u64(self.ordinals.view(self.batch, -1)[:, 0].cpu().numpy())[:, None, None, None]
-        head = u64(np.arange(self.heads) + self.drop.first_head)[None, :, None, None]
+        head = u64(np.arange(self.heads) + self.first_head)[None, :, None, None]
         counter = [
             u64(np.arange(-(-self.keys // 4)))[None, None, None, :],
             u64(self.local.cpu().numpy())[None, None, :, None],
             ordinal & word,
-            u64(self.drop.layer << 22) | head << u64(14) | ordinal >> u64(32),
+            u64(self.drop.place) | head << u64(14) | ordinal >> u64(32),
         ]
         counter = list(np.broadcast_arrays(*counter))
-        k0, k1 = self.drop.seed, 3
+        k0, k1 = self.drop.seed, self.drop.purpose
         for _ in range(10):
             a, b = counter[0] * u64(0xD2511F53), counter[2] * u64(0xCD9E8D57)
             counter = [b >> u64(32) ^ counter[1] ^ u64(k0), b & word, a >> u64(32) ^ counter[3] ^ u64(k1), a & word]
@@ -232,11 +241,13 @@ def check_all(kernels_for):
         dict(batch=2, keys=512, groups=2, queries=4, d=128),
         dict(batch=2, keys=512, groups=2, queries=3, d=64),
         dict(batch=3, keys=200, groups=2, queries=2, d=128),
+        dict(batch=9, keys=1000, groups=2, queries=8, d=64),
+        dict(batch=9, keys=1000, groups=2, queries=8, d=128),
         dict(batch=2, keys=33, groups=1, queries=2, d=64),
         dict(batch=2, keys=384, groups=1, queries=2, d=128, cp=2, rank=0),
         dict(batch=2, keys=384, groups=1, queries=2, d=128, cp=2, rank=1),
         dict(batch=1, keys=1536, groups=2, queries=1, d=64, cp=3, rank=1),
-        dict(batch=1, keys=2048, groups=2, queries=8, d=128, as_f32=False),
+        dict(batch=1, keys=2048, groups=2, queries=8, d=128, add=False),
         dict(batch=2, keys=384, groups=2, queries=2, d=128, p=0.25),
         dict(batch=2, keys=384, groups=2, queries=2, d=64, cp=2, rank=1, p=0.1),
     ]
@@ -271,14 +282,14 @@ def milliseconds(run, repeats=20):
 
 def time_all(kernels_for):
     cases = [
+        dict(batch=64, keys=1024, groups=12, queries=1, d=64),
+        dict(batch=8, keys=4096, groups=4, queries=8, d=64),
         dict(batch=8, keys=4096, groups=4, queries=8, d=128),
         dict(batch=2, keys=16384, groups=4, queries=8, d=128),
-        dict(batch=64, keys=1024, groups=12, queries=1, d=64),
-        dict(batch=8, keys=4096, groups=8, queries=4, d=64),
     ]
     print("milliseconds (TFLOP/s)")
     for case in cases:
-        call = Call(**case)
+        call = Call(**case, add=False)
         kernels = kernels_for(case["d"], False)
         operations = 2 * call.batch * call.heads * call.keys * (call.keys + 1) * call.d
         show = lambda name, ms, factor: print(f"  {name:22} {ms:7.3f} ({factor * operations / ms / 1e9:5.0f})", flush=True)

@@ -2,57 +2,63 @@
 //
 // Macros: HEAD_DIM, 64 or 128; DROPOUT, defined if attention weights are dropped.
 //
-// Every product runs on `wgmma` with operands that the copy engine put into shared memory. A block has three warpgroups: one
-// loads, two compute 64 rows each. Which keys a query sees follows from its position alone, and keys are visited in ascending
-// tiles that start at multiples of the tile: a row's result does not depend on the rows beside it. No atomics.
+// Every product runs on `wgmma`, its right factor (and the left one of scores) in shared memory, where the copy engine puts them.
+// A block is one warpgroup that loads and two or three that compute 64 rows each. Which keys a query sees follows from its
+// position alone, and it meets them in tiles that start at multiples of the tile, in ascending order, whatever rows lie beside
+// it. Backward is two kernels, one for the gradient of queries and one for that of keys and values: each computes the scores
+// again, and there are no atomics.
 //
 // Shapes: B samples; `rows` local queries and `keys` keys a sample; G groups of q query heads; d = HEAD_DIM.
 //   qkv, d_qkv  bf16 [B·rows, G·(q+2)·d]   per group q query heads, a key head, a value head
 //   kv          bf16 [B·keys, G·2·d]       per group key, value; in position order
 //   out, d_out  bf16 [B·rows, G·q·d]
 //   lse         f32  [B·rows, G·q]         natural logarithm of Σ exp(scaled scores)
-//   stats       f32  [B, G·q, padded, 2]   padded = rows rounded up to 128; per query lse·log₂e and Σ out·d_out
+//   stats       f32  [B, G·q, padded, 2]   padded = rows rounded up to 64; of a query lse·log₂e and Σ out·d_out
 //   positions   i32  [B·rows]              ascending within a sample, each below `keys`
 //   samples     i64  [B·rows]              ordinals, for dropout; the same for all rows of a sample
+// Matrices are contiguous and start at multiples of 16 bytes.
 //
 // Tensor maps (CUtensorMap, passed by value) of qkv, kv and d_out: bf16, dims {columns, rows or keys, B}, box {64, 64, 1},
-// 128-byte swizzle, zeros out of bounds. Base addresses are multiples of 16 bytes.
+// 128-byte swizzle, zeros out of bounds.
 //
-// Launches; `Drop` is five 32-bit words (below), ignored without DROPOUT:
-//   attention_forward  grid {G·q, B, ⌈rows/128⌉}  block 384  shared FORWARD_SHARED
-//     map qkv, map kv, positions, samples, out, lse, i32 rows, i32 queries_per_group, f32 scale, Drop
-//   attention_stats    grid {⌈padded·G·q/(2048/d)⌉, B}  block 256  shared 0
+// Launches. `first_head`, the global number of the first local query head, and `Drop` are ignored without DROPOUT. Blocks of all but `stats`: as many as multiprocessors, or as shares of the work
+// if those are fewer; a share is a tile of rows (of 64 a computing warpgroup) of one head and sample. Threads: 128 and 128 a
+// computing warpgroup. Shared memory: the constants below, and nothing else is accepted.
+//   attention_forward  computing 3 (d 64) or 2 (d 128); rows are queries; FORWARD_SHARED
+//     map qkv, map kv, positions, samples, out, lse, i32 B, i32 rows, i32 G, i32 q, f32 scale, i32 first_head, Drop
+//   attention_stats    grid {⌈padded·G·q·d/2048⌉, B}, block 256, shared 0
 //     out, d_out, lse, stats, i32 rows, i32 G·q
-//   attention_dq       grid {G·q, B, ⌈rows/128⌉}  block 384  shared DQ_SHARED
-//     map qkv, map kv, map d_out, positions, samples, stats, d_qkv, i32 rows, i32 queries_per_group, f32 scale, Drop
+//   attention_dq       computing 3; rows are queries; DQ_SHARED
+//     map qkv, map kv, map d_out, positions, samples, stats, d_qkv, i32 B, i32 rows, i32 G, i32 q, f32 scale, i32 first_head, Drop
 //     Writes the query columns of d_qkv.
-//   attention_dkv      grid {G, B, ⌈keys/128⌉}  block 384  shared DKV_SHARED
-//     map qkv, map kv, map d_out, positions, samples, stats, d_k, i32 rows, i32 keys, i32 queries_per_group, f32 scale,
-//     i32 row_stride, i32 group_stride, i32 as_f32, Drop
-//     Writes d_k[key·row_stride + group·group_stride + {0, d} + i], bf16 or f32, for key and value: kv's own shape in f32
-//     where ranks sum it, or the key and value columns of d_qkv at once where rows = keys.
+//   attention_dkv      computing 3 (d 64) or 2 (d 128); rows are keys, heads are groups; DKV_SHARED
+//     map qkv, map kv, map d_out, positions, samples, stats, d_kv, i32 B, i32 rows, i32 keys, i32 G, i32 q, f32 scale,
+//     i32 row_stride, i32 group_stride, i32 add, i32 first_head, Drop
+//     With `add`, adds to f32 d_kv[(sample·keys + key)·row_stride + group·group_stride + {0, d} + i] for key and value; without,
+//     overwrites bf16. So partial sums of several ranks go into f32 of kv's own shape, and where rows = keys the gradients go
+//     straight into the key and value columns of d_qkv.
 
 typedef unsigned short bf16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int D = HEAD_DIM;
-constexpr int HALF = 64;               // rows of a warpgroup, of a box of the copy engine
-constexpr int ROWS = 2 * HALF;         // rows of a block
+constexpr int HALF = 64;  // rows of a warpgroup and of a box of the copy engine
 constexpr int HALF_BYTES = HALF * D * 2;
-constexpr int THREADS = 384;
+#define INFINITE __int_as_float(0x7F800000)
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct alignas(64) TensorMap {
     u64 words[16];
 };
 
+// A dropout: random words are keyed by the seed and a purpose, and counted by coordinates.
 struct Drop {
-    u32 threshold;   // a weight is kept if its random word is at least ⌊p·2³²⌋
-    float scale;     // 1 / (1 − p)
     u32 seed;
-    u32 layer;
-    u32 first_head;  // global number of the first local query head
+    u32 purpose;
+    u32 place;      // the bits of counter word 3 that depend neither on the head nor on the sample
+    u32 threshold;  // a weight is kept if its word is at least this
+    float scale;    // 1 / (1 − p)
 };
 
 __device__ __forceinline__ u32 dynamic_shared() {
@@ -67,20 +73,20 @@ __device__ __forceinline__ u32 shared_address(const void *pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ void barrier_init(u64 *barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-__device__ __forceinline__ void barrier_expect(u64 *barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(u64 *barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(u64 *barrier, u32 parity) {
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
@@ -89,21 +95,29 @@ __device__ __forceinline__ void barrier_wait(u64 *barrier, u32 parity) {
         "@done bra finished;\n"
         "bra again;\n"
         "finished:\n"
-        "}\n" ::"r"(shared_address(barrier)),
+        "}\n" ::"r"(barrier),
         "r"(parity)
         : "memory");
 }
 
+__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+template <int BYTES>
+__device__ __forceinline__ void load_bytes(u32 to, const void *from, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "n"(BYTES), "r"(barrier)
+                 : "memory");
+}
+
 // `boxes` × 64 rows from `row` of HEAD_DIM columns from `col`: 64-column blocks one after another.
-__device__ __forceinline__ void load_tile(void *to, const TensorMap *map, u64 *barrier, int col, int row, int sample,
+__device__ __forceinline__ void load_tile(u32 to, const TensorMap *map, u32 barrier, int col, int row, int sample,
                                           int boxes) {
-    u32 address = shared_address(to);
     for (int block = 0; block < D / 64; block++) {
-        for (int box = 0; box < boxes; box++, address += HALF * 128) {
+        for (int box = 0; box < boxes; box++, to += HALF * 128) {
             asm volatile(
                 "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-                ::"r"(address), "l"(map), "r"(col + block * 64), "r"(row + box * HALF), "r"(sample),
-                "r"(shared_address(barrier))
+                ::"r"(to), "l"(map), "r"(col + block * 64), "r"(row + box * HALF), "r"(sample),
+                "r"(barrier)
                 : "memory");
         }
     }
@@ -113,8 +127,8 @@ __device__ __forceinline__ void load_tile(void *to, const TensorMap *map, u64 *b
 
 // A tile of `rows` × HEAD_DIM in shared memory as `load_tile` leaves it, 128-byte swizzle. `descriptor` reads 8-row groups
 // 1,024 bytes apart; `blocks` is the distance of 64-column blocks, needed where columns are the product's outer dimension.
-__device__ __forceinline__ u64 descriptor(const void *tile, u32 blocks) {
-    return u64(1) << 62 | u64(1024 >> 4) << 32 | u64(blocks >> 4) << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
+__device__ __forceinline__ u64 descriptor(u32 tile, u32 blocks) {
+    return u64(1) << 62 | u64(1024 >> 4) << 32 | u64(blocks >> 4) << 16 | (tile & 0x3FFFF) >> 4;
 }
 
 #define R8(a, b, c, d, e, f, g, h) "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
@@ -180,7 +194,7 @@ __device__ __forceinline__ void pin(float (&x)[N]) {
 
 // c[64, N] = a · bᵀ over HEAD_DIM; `a`: 64 rows of a tile of A_ROWS, `b`: a tile of N rows.
 template <int N, int A_ROWS>
-__device__ __forceinline__ void scores(float (&c)[N / 2], const unsigned char *a, const unsigned char *b) {
+__device__ __forceinline__ void scores(float (&c)[N / 2], u32 a, u32 b) {
     u64 first = descriptor(a, 16), second = descriptor(b, 16);
     mma<N, false>(c, first, second);
 #pragma unroll
@@ -192,16 +206,11 @@ __device__ __forceinline__ void scores(float (&c)[N / 2], const unsigned char *a
 
 // c[64, D] += a[64, K] · b[K, D]; `b`: a tile of K rows.
 template <int K>
-__device__ __forceinline__ void weighted(float (&c)[D / 2], const u32 (&a)[K / 4], const unsigned char *b) {
+__device__ __forceinline__ void weighted(float (&c)[D / 2], const u32 (&a)[K / 4], u32 b) {
     u64 rows = descriptor(b, K * 128);
 #pragma unroll
     for (int k = 0; k < K / 16; k++) mma<D>(c, a + 4 * k, rows + ((k * 16 * 128) >> 4));
 }
-
-template <int TO>
-__device__ __forceinline__ void registers_shrink() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(TO)); }
-template <int TO>
-__device__ __forceinline__ void registers_grow() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(TO)); }
 
 // ---- numbers
 
@@ -245,13 +254,15 @@ __device__ __forceinline__ Words philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, 
 
 // The random words of a head's attention weights.
 struct Mask {
-    u32 threshold, seed, low, high;
+    Drop drop;
+    u32 low, high;
 
     __device__ Mask(Drop drop, long long ordinal, int head)
-        : threshold(drop.threshold), seed(drop.seed), low(u32(ordinal)),
-          high(drop.layer << 22 | (drop.first_head + head) << 14 | u32(ordinal >> 32)) {}
+        : drop(drop), low(u32(ordinal)), high(drop.place | head << 14 | u32(ordinal >> 32)) {}
 
-    __device__ Words words(int key, int position) const { return philox(key / 4, position, low, high, seed, 3); }
+    __device__ Words words(int key, int position) const {
+        return philox(key / 4, position, low, high, drop.seed, drop.purpose);
+    }
 
     // Which of a product's elements are kept, a bit each: queries × 64 columns of keys. Lanes 2n and 2n + 1 hold the four keys
     // of a block of words in two rows: each draws for one of them.
@@ -264,10 +275,10 @@ struct Mask {
             Words drawn = words(first_key + 2 * i + lane % 4 / 2 * 4, odd ? position[1] : position[0]);
             u32 first = __shfl_xor_sync(~0u, odd ? drawn.w[0] : drawn.w[2], 1);
             u32 second = __shfl_xor_sync(~0u, odd ? drawn.w[1] : drawn.w[3], 1);
-            kept |= u32((odd ? first : drawn.w[0]) >= threshold) << i;
-            kept |= u32((odd ? second : drawn.w[1]) >= threshold) << (i + 1);
-            kept |= u32((odd ? drawn.w[2] : first) >= threshold) << (i + 2);
-            kept |= u32((odd ? drawn.w[3] : second) >= threshold) << (i + 3);
+            kept |= u32((odd ? first : drawn.w[0]) >= drop.threshold) << i;
+            kept |= u32((odd ? second : drawn.w[1]) >= drop.threshold) << (i + 1);
+            kept |= u32((odd ? drawn.w[2] : first) >= drop.threshold) << (i + 2);
+            kept |= u32((odd ? drawn.w[3] : second) >= drop.threshold) << (i + 3);
         }
         return kept;
     }
@@ -290,89 +301,146 @@ struct Mask {
                     u32 from = __shfl_sync(~0u, drawn.w[w], lane / 16 * 16 + j * 4 + lane % 4);
                     if (w == mine) word = from;
                 }
-                kept |= u32(word >= threshold) << (i + j);
+                kept |= u32(word >= drop.threshold) << (i + j);
             }
         }
         return kept;
     }
 };
 
+// ---- work
+
+// A share of the work: a tile of one head (or group) of one sample. Blocks stay and take share after share, the longest first
+// and every other turn in reverse, which evens them out; loads for the next share run beside the end of this one.
+struct Share {
+    int index, head, sample, tile;
+
+    __device__ Share(int turn, int heads, int batch)
+        : index(turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x)), head(index % heads),
+          sample(index / heads % batch), tile(index / heads / batch) {}
+};
+
+// The registers of a thread: of the warpgroup that loads, and of those that compute. A branch of a kernel starts with its own.
+template <int WARPGROUPS>
+__device__ __forceinline__ void registers_to_load() {
+    static_assert(WARPGROUPS == 2 || WARPGROUPS == 3, "as many registers as there are");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 40 : 32));
+}
+template <int WARPGROUPS>
+__device__ __forceinline__ void registers_to_compute() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : 160));
+}
+
+// What is the same for all lanes, so that the compiler knows and keeps what follows from it in uniform registers.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// What the 64 rows of a warpgroup see, from `first_row` on; `last_row` is the tile's last that is there, `row` a thread's first.
+template <int KEYS>
+struct Seen {
+    int position[2];  // of rows `row` and `row + 8`
+    int num_tiles;    // tiles of keys that any row sees; 1 if no row is there
+    int num_whole;    // tiles of keys that all rows see whole
+
+    __device__ Seen(const int *positions, int first_row, int last_row, int row)
+        : position{positions[min(row, last_row)], positions[min(row + 8, last_row)]},
+          num_tiles(first_row > last_row ? 1 : positions[min(first_row + HALF - 1, last_row)] / KEYS + 1),
+          num_whole((positions[min(first_row, last_row)] + 1) / KEYS) {}
+};
+
 // ---- forward
 
-constexpr int FORWARD_STAGES = 2;
-constexpr int TILE_BYTES = 2 * HALF_BYTES;
+constexpr int FORWARD_WARPGROUPS = D == 64 ? 3 : 2;
+constexpr int FORWARD_STAGES = D == 64 ? 4 : 2;
+constexpr int FORWARD_ROWS = FORWARD_WARPGROUPS * HALF;
+constexpr int FORWARD_KEYS = 128;
+constexpr int FORWARD_KEY_BYTES = FORWARD_KEYS * D * 2;
 // Queries; keys and values of each stage; barriers.
-constexpr int FORWARD_SHARED = TILE_BYTES * (1 + 2 * FORWARD_STAGES) + 128;
+constexpr int FORWARD_SHARED = FORWARD_WARPGROUPS * HALF_BYTES + 2 * FORWARD_STAGES * FORWARD_KEY_BYTES + 256;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(128 + FORWARD_WARPGROUPS * 128, 1)
     attention_forward(const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap kv, const int *positions,
-                      const long long *samples, bf16 *out, float *lse, int rows, int queries, float scale, Drop drop) {
-    constexpr int KEYS = 128;
+                      const long long *samples, bf16 *out, float *lse, int batch, int rows, int groups, int queries,
+                      float scale, int first_head, Drop drop) {
+    constexpr int KEYS = FORWARD_KEYS, STAGES = FORWARD_STAGES, ROWS = FORWARD_ROWS;
     extern __shared__ __align__(1024) unsigned char shared[];
     if (dynamic_shared() != FORWARD_SHARED) __trap();
-    unsigned char *q = shared, *k = q + TILE_BYTES, *v = k + FORWARD_STAGES * TILE_BYTES;
-    u64 *q_full = reinterpret_cast<u64 *>(v + FORWARD_STAGES * TILE_BYTES);
-    u64 *k_full = q_full + 1, *v_full = k_full + FORWARD_STAGES, *k_empty = v_full + FORWARD_STAGES,
-        *v_empty = k_empty + FORWARD_STAGES;
-
-    int head = blockIdx.x, heads = gridDim.x, sample = blockIdx.y, group = head / queries;
-    int first_row = (gridDim.z - 1 - blockIdx.z) * ROWS;  // the longest rows first
-    positions += sample * rows;
-    int last_row = min(first_row + ROWS, rows) - 1;
-    int num_tiles = positions[last_row] / KEYS + 1;
-
+    u32 q = shared_address(shared), k = q + ROWS * D * 2, v = k + STAGES * FORWARD_KEY_BYTES;
+    u32 q_full = v + STAGES * FORWARD_KEY_BYTES, q_empty = q_full + 8, k_full = q_empty + 8, v_full = k_full + STAGES * 8;
+    u32 k_empty = v_full + STAGES * 8, v_empty = k_empty + STAGES * 8;
     if (threadIdx.x == 0) {
         barrier_init(q_full, 1);
-        for (int stage = 0; stage < FORWARD_STAGES; stage++) {
-            barrier_init(k_full + stage, 1);
-            barrier_init(v_full + stage, 1);
-            barrier_init(k_empty + stage, 2);
-            barrier_init(v_empty + stage, 2);
+        barrier_init(q_empty, FORWARD_WARPGROUPS);
+        for (int stage = 0; stage < STAGES; stage++) {
+            barrier_init(k_full + 8 * stage, 1);
+            barrier_init(v_full + 8 * stage, 1);
+            barrier_init(k_empty + 8 * stage, FORWARD_WARPGROUPS);
+            barrier_init(v_empty + 8 * stage, FORWARD_WARPGROUPS);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barriers_ready();
     }
     __syncthreads();
 
-    int warpgroup = threadIdx.x / 128;
+    int heads = groups * queries, row_tiles = (rows + ROWS - 1) / ROWS, shares = heads * batch * row_tiles;
+    int warpgroup = uniform(threadIdx.x / 128);
     if (warpgroup == 0) {
-        registers_shrink<24>();
-        if (threadIdx.x == 0) {
-            barrier_expect(q_full, TILE_BYTES);
-            load_tile(q, &qkv, q_full, (group * (queries + 2) + head % queries) * D, first_row, sample, 2);
-            for (int tile = 0; tile < num_tiles; tile++) {
-                int stage = tile % FORWARD_STAGES, parity = tile / FORWARD_STAGES % 2;
-                barrier_wait(k_empty + stage, parity ^ 1);
-                barrier_expect(k_full + stage, TILE_BYTES);
-                load_tile(k + stage * TILE_BYTES, &kv, k_full + stage, 2 * group * D, tile * KEYS, sample, 2);
-                barrier_wait(v_empty + stage, parity ^ 1);
-                barrier_expect(v_full + stage, TILE_BYTES);
-                load_tile(v + stage * TILE_BYTES, &kv, v_full + stage, (2 * group + 1) * D, tile * KEYS, sample, 2);
+        registers_to_load<FORWARD_WARPGROUPS>();
+        if (threadIdx.x != 0) return;
+        u32 count = 0;
+        for (int turn = 0;; turn++) {
+            Share share(turn, heads, batch);
+            if (share.index >= shares) break;
+            int first_row = (row_tiles - 1 - share.tile) * ROWS, group = share.head / queries;
+            int last_row = min(first_row + ROWS, rows) - 1;
+            int num_tiles = positions[share.sample * rows + last_row] / KEYS + 1;
+            barrier_wait(q_empty, turn % 2 ^ 1);
+            barrier_expect(q_full, ROWS * D * 2);
+            load_tile(q, &qkv, q_full, (share.head + 2 * group) * D, first_row, share.sample, FORWARD_WARPGROUPS);
+#pragma unroll 1
+            for (int tile = 0; tile < num_tiles; tile++, count++) {
+                u32 stage = count % STAGES, parity = count / STAGES % 2;
+                barrier_wait(k_empty + 8 * stage, parity ^ 1);
+                barrier_expect(k_full + 8 * stage, FORWARD_KEY_BYTES);
+                load_tile(k + stage * FORWARD_KEY_BYTES, &kv, k_full + 8 * stage, 2 * group * D, tile * KEYS, share.sample, 2);
+                barrier_wait(v_empty + 8 * stage, parity ^ 1);
+                barrier_expect(v_full + 8 * stage, FORWARD_KEY_BYTES);
+                load_tile(v + stage * FORWARD_KEY_BYTES, &kv, v_full + 8 * stage, (2 * group + 1) * D, tile * KEYS,
+                          share.sample, 2);
             }
         }
-    } else {
-        registers_grow<240>();
-        int lane = threadIdx.x % 32;
-        bool leader = threadIdx.x % 128 == 0;
-        int row = first_row + (warpgroup - 1) * HALF + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and row + 8
-        int position[2] = {positions[min(row, last_row)], positions[min(row + 8, last_row)]};
-        int num_whole = (positions[first_row] + 1) / KEYS;  // tiles that all rows see whole
-        const unsigned char *own_q = q + (warpgroup - 1) * HALF * 128;
-        float scale_log2 = scale * LOG2E;
-        Mask mask(drop, samples[sample * rows], head);
+        return;
+    }
 
-        float o[D / 2], s[KEYS / 2], maximum[2], total[2] = {0, 0}, factor[2];
+    registers_to_compute<FORWARD_WARPGROUPS>();
+    int lane = threadIdx.x % 32;
+    bool leader = threadIdx.x % 128 == 0;
+    u32 own_q = q + (warpgroup - 1) * HALF * 128;
+    float scale_log2 = scale * LOG2E;
+    u32 count = 0;
+    for (int turn = 0;; turn++) {
+        Share share(turn, heads, batch);
+        if (share.index >= shares) break;
+        int first_row = (row_tiles - 1 - share.tile) * ROWS, last_row = min(first_row + ROWS, rows) - 1;
+        int row = first_row + (warpgroup - 1) * HALF + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and row + 8
+        const int *of_sample = positions + share.sample * rows;
+        int num_tiles = of_sample[last_row] / KEYS + 1;
+        Seen<KEYS> seen(of_sample, first_row + (warpgroup - 1) * HALF, last_row, row);
+#ifdef DROPOUT
+        Mask mask(drop, samples[share.sample * rows], first_head + share.head);
+#endif
+        float maximum[2] = {-INFINITE, -INFINITE}, total[2] = {0, 0}, factor[2];
+        float o[D / 2], s[KEYS / 2];
         u32 p[KEYS / 4];
 #pragma unroll
         for (int i = 0; i < D / 2; i++) o[i] = 0;
-        maximum[0] = maximum[1] = -__int_as_float(0x7F800000);
+        pin(o);
 
         // Turns scores into weights relative to the maximum so far; `factor` leads from the former maximum to it.
         auto softmax = [&](int tile) {
-            if (tile >= num_whole) {
+            if (tile >= seen.num_whole) {
 #pragma unroll
                 for (int i = 0; i < KEYS / 2; i++) {
                     int key = tile * KEYS + i / 4 * 8 + lane % 4 * 2 + i % 2;
-                    if (key > position[i / 2 % 2]) s[i] = -__int_as_float(0x7F800000);
+                    if (key > seen.position[i / 2 % 2]) s[i] = -INFINITE;
                 }
             }
 #pragma unroll
@@ -398,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #ifdef DROPOUT
 #pragma unroll
             for (int from = 0; from < KEYS / 2; from += 32) {
-                u32 kept = mask.kept_keys_in_columns(tile * KEYS + 2 * from, position);
+                u32 kept = mask.kept_keys_in_columns(tile * KEYS + 2 * from, seen.position);
 #pragma unroll
                 for (int i = 0; i < 32; i++) {
                     if (!(kept >> i & 1)) s[from + i] = 0;
@@ -407,47 +475,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
         };
 
-        barrier_wait(q_full, 0);
-        barrier_wait(k_full, 0);
-        mma_begin();
-        scores<KEYS, ROWS>(s, own_q, k);
-        mma_commit();
-        mma_wait<0>();
-        pin(s);
-        if (leader) barrier_arrive(k_empty);
-        softmax(0);
-        pack_all(p, s);
-
-        for (int tile = 1; tile < num_tiles; tile++) {
-            int stage = tile % FORWARD_STAGES, before = (tile - 1) % FORWARD_STAGES;
-            barrier_wait(k_full + stage, tile / FORWARD_STAGES % 2);
+        barrier_wait(q_full, turn % 2);
+        for (int tile = 0; tile < seen.num_tiles; tile++, count++) {
+            u32 stage = count % STAGES, before = (count - 1) % STAGES;
+            barrier_wait(k_full + 8 * stage, count / STAGES % 2);
             mma_begin();
-            scores<KEYS, ROWS>(s, own_q, k + stage * TILE_BYTES);
+            scores<KEYS, ROWS>(s, own_q, k + stage * FORWARD_KEY_BYTES);
             mma_commit();
-            barrier_wait(v_full + before, (tile - 1) / FORWARD_STAGES % 2);
-            pin(o);
-            mma_begin();
-            weighted<KEYS>(o, p, v + before * TILE_BYTES);
-            mma_commit();
-            mma_wait<1>();
+            if (tile > 0) {
+                barrier_wait(v_full + 8 * before, (count - 1) / STAGES % 2);
+                pin(o);
+                mma_begin();
+                weighted<KEYS>(o, p, v + before * FORWARD_KEY_BYTES);
+                mma_commit();
+                mma_wait<1>();
+            } else {
+                mma_wait<0>();
+            }
             pin(s);
-            if (leader) barrier_arrive(k_empty + stage);
+            if (leader) barrier_arrive(k_empty + 8 * stage);
+            if (leader && tile == seen.num_tiles - 1) barrier_arrive(q_empty);
             softmax(tile);
             mma_wait<0>();
             pin(o);
-            if (leader) barrier_arrive(v_empty + before);
+            if (leader && tile > 0) barrier_arrive(v_empty + 8 * before);
             pack_all(p, s);
 #pragma unroll
             for (int i = 0; i < D / 2; i++) o[i] *= factor[i / 2 % 2];
         }
-        int last = num_tiles - 1;
-        barrier_wait(v_full + last % FORWARD_STAGES, last / FORWARD_STAGES % 2);
+        u32 last = (count - 1) % STAGES;
+        barrier_wait(v_full + 8 * last, (count - 1) / STAGES % 2);
         pin(o);
         mma_begin();
-        weighted<KEYS>(o, p, v + last % FORWARD_STAGES * TILE_BYTES);
+        weighted<KEYS>(o, p, v + last * FORWARD_KEY_BYTES);
         mma_commit();
         mma_wait<0>();
         pin(o);
+        if (leader) barrier_arrive(v_empty + 8 * last);
+        for (int tile = seen.num_tiles; tile < num_tiles; tile++, count++) {
+            u32 stage = count % STAGES;
+            barrier_wait(k_full + 8 * stage, count / STAGES % 2);
+            if (leader) barrier_arrive(k_empty + 8 * stage);
+            barrier_wait(v_full + 8 * stage, count / STAGES % 2);
+            if (leader) barrier_arrive(v_empty + 8 * stage);
+        }
 
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -455,13 +526,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             if (row + 8 * half > last_row) continue;
-            long long token = (long long)sample * rows + row + 8 * half;
-            if (lane % 4 == 0) lse[token * heads + head] = maximum[half] * scale + __logf(sum);
+            long long token = (long long)share.sample * rows + row + 8 * half;
+            if (lane % 4 == 0) lse[token * heads + share.head] = maximum[half] * scale + __logf(sum);
             float inverse = 1 / sum;
 #ifdef DROPOUT
             inverse *= drop.scale;
 #endif
-            u32 *to = reinterpret_cast<u32 *>(out + (token * heads + head) * D) + lane % 4;
+            u32 *to = reinterpret_cast<u32 *>(out + (token * heads + share.head) * D) + lane % 4;
 #pragma unroll
             for (int i = 0; i < D / 8; i++) {
                 to[4 * i] = pack(o[4 * i + 2 * half] * inverse, o[4 * i + 2 * half + 1] * inverse);
@@ -475,11 +546,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 extern "C" __global__ void __launch_bounds__(256)
     attention_stats(const bf16 *out, const bf16 *d_out, const float *lse, float2 *stats, int rows, int heads) {
     constexpr int LANES = D / 8;  // of a query and head; 8 elements each
-    int padded = (rows + ROWS - 1) / ROWS * ROWS;
+    int padded = (rows + HALF - 1) / HALF * HALF;
     long long pair = (long long)blockIdx.x * (256 / LANES) + threadIdx.x / LANES;
     int row = pair / heads, head = pair % heads, sample = blockIdx.y;
-    float delta = 0;
-    float log_sum = __int_as_float(0x7F800000);  // weights of rows that are not there become 0
+    float delta = 0, log_sum = INFINITE;  // weights of rows that are not there become 0
     if (row < rows) {
         long long index = ((long long)sample * rows + row) * heads + head;
         uint4 a = reinterpret_cast<const uint4 *>(out)[index * LANES + threadIdx.x % LANES];
@@ -499,149 +569,145 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
+constexpr int DQ_WARPGROUPS = 3;
+constexpr int DQ_KEYS = 64;
 constexpr int DQ_STAGES = 3;
+constexpr int DQ_ROWS = DQ_WARPGROUPS * HALF;
+constexpr int DQ_KEY_BYTES = DQ_KEYS * D * 2;
 // Queries and d_out; keys and values of each stage; barriers.
-constexpr int DQ_SHARED = 2 * TILE_BYTES + DQ_STAGES * 2 * HALF_BYTES + 128;
+constexpr int DQ_SHARED = 2 * DQ_WARPGROUPS * HALF_BYTES + DQ_STAGES * 2 * DQ_KEY_BYTES + 256;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(128 + DQ_WARPGROUPS * 128, 1)
     attention_dq(const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap kv,
                  const __grid_constant__ TensorMap d_out, const int *positions, const long long *samples,
-                 const float2 *stats, bf16 *d_qkv, int rows, int queries, float scale, Drop drop) {
-    constexpr int KEYS = HALF;
+                 const float2 *stats, bf16 *d_qkv, int batch, int rows, int groups, int queries, float scale, int first_head, Drop drop) {
+    constexpr int KEYS = DQ_KEYS, STAGES = DQ_STAGES, ROWS = DQ_ROWS;
     extern __shared__ __align__(1024) unsigned char shared[];
     if (dynamic_shared() != DQ_SHARED) __trap();
-    unsigned char *q = shared, *d_o = q + TILE_BYTES, *k_v = d_o + TILE_BYTES;
-    u64 *q_full = reinterpret_cast<u64 *>(k_v + DQ_STAGES * 2 * HALF_BYTES);
-    u64 *full = q_full + 1, *empty = full + DQ_STAGES;
-
-    int head = blockIdx.x, heads = gridDim.x, sample = blockIdx.y, group = head / queries;
-    int query_col = (group * (queries + 2) + head % queries) * D;
-    int first_row = (gridDim.z - 1 - blockIdx.z) * ROWS;
-    positions += sample * rows;
-    int last_row = min(first_row + ROWS, rows) - 1;
-    int num_tiles = positions[last_row] / KEYS + 1;
-
+    u32 q = shared_address(shared), d_o = q + ROWS * D * 2, k_v = d_o + ROWS * D * 2;
+    u32 q_full = k_v + STAGES * 2 * DQ_KEY_BYTES, q_empty = q_full + 8, full = q_empty + 8, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
         barrier_init(q_full, 1);
-        for (int stage = 0; stage < DQ_STAGES; stage++) {
-            barrier_init(full + stage, 1);
-            barrier_init(empty + stage, 2);
+        barrier_init(q_empty, DQ_WARPGROUPS);
+        for (int stage = 0; stage < STAGES; stage++) {
+            barrier_init(full + 8 * stage, 1);
+            barrier_init(empty + 8 * stage, DQ_WARPGROUPS);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barriers_ready();
     }
     __syncthreads();
 
-    int warpgroup = threadIdx.x / 128;
+    int heads = groups * queries, row_tiles = (rows + ROWS - 1) / ROWS, shares = heads * batch * row_tiles;
+    int warpgroup = uniform(threadIdx.x / 128);
     if (warpgroup == 0) {
-        registers_shrink<24>();
-        if (threadIdx.x == 0) {
-            barrier_expect(q_full, 2 * TILE_BYTES);
-            load_tile(q, &qkv, q_full, query_col, first_row, sample, 2);
-            load_tile(d_o, &d_out, q_full, head * D, first_row, sample, 2);
-            for (int tile = 0; tile < num_tiles; tile++) {
-                int stage = tile % DQ_STAGES;
-                unsigned char *to = k_v + stage * 2 * HALF_BYTES;
-                barrier_wait(empty + stage, tile / DQ_STAGES % 2 ^ 1);
-                barrier_expect(full + stage, 2 * HALF_BYTES);
-                load_tile(to, &kv, full + stage, 2 * group * D, tile * KEYS, sample, 1);
-                load_tile(to + HALF_BYTES, &kv, full + stage, (2 * group + 1) * D, tile * KEYS, sample, 1);
+        registers_to_load<DQ_WARPGROUPS>();
+        if (threadIdx.x != 0) return;
+        u32 count = 0;
+        for (int turn = 0;; turn++) {
+            Share share(turn, heads, batch);
+            if (share.index >= shares) break;
+            int first_row = (row_tiles - 1 - share.tile) * ROWS, group = share.head / queries;
+            int last_row = min(first_row + ROWS, rows) - 1;
+            int num_tiles = positions[share.sample * rows + last_row] / KEYS + 1;
+            barrier_wait(q_empty, turn % 2 ^ 1);
+            barrier_expect(q_full, 2 * ROWS * D * 2);
+            load_tile(q, &qkv, q_full, (share.head + 2 * group) * D, first_row, share.sample, DQ_WARPGROUPS);
+            load_tile(d_o, &d_out, q_full, share.head * D, first_row, share.sample, DQ_WARPGROUPS);
+#pragma unroll 1
+            for (int tile = 0; tile < num_tiles; tile++, count++) {
+                u32 stage = count % STAGES;
+                u32 to = k_v + stage * 2 * DQ_KEY_BYTES;
+                barrier_wait(empty + 8 * stage, count / STAGES % 2 ^ 1);
+                barrier_expect(full + 8 * stage, 2 * DQ_KEY_BYTES);
+                load_tile(to, &kv, full + 8 * stage, 2 * group * D, tile * KEYS, share.sample, KEYS / 64);
+                load_tile(to + DQ_KEY_BYTES, &kv, full + 8 * stage, (2 * group + 1) * D, tile * KEYS, share.sample, KEYS / 64);
             }
         }
-    } else {
-        registers_grow<240>();
-        int lane = threadIdx.x % 32;
-        bool leader = threadIdx.x % 128 == 0;
-        int row = first_row + (warpgroup - 1) * HALF + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and row + 8
-        int position[2] = {positions[min(row, last_row)], positions[min(row + 8, last_row)]};
-        int num_whole = (positions[first_row] + 1) / KEYS;
-        int padded = (rows + ROWS - 1) / ROWS * ROWS;
-        stats += ((long long)sample * heads + head) * padded + row;
-        float2 stat[2] = {stats[0], stats[8]};
-        float scale_log2 = scale * LOG2E;
-        Mask mask(drop, samples[sample * rows], head);
-        const unsigned char *own_q = q + (warpgroup - 1) * HALF * 128, *own_d_o = d_o + (warpgroup - 1) * HALF * 128;
+        return;
+    }
 
+    registers_to_compute<DQ_WARPGROUPS>();
+    int lane = threadIdx.x % 32;
+    bool leader = threadIdx.x % 128 == 0;
+    int padded = (rows + HALF - 1) / HALF * HALF;
+    float scale_log2 = scale * LOG2E;
+    u32 own_q = q + (warpgroup - 1) * HALF * 128, own_d_o = d_o + (warpgroup - 1) * HALF * 128;
+    u32 count = 0;
+    for (int turn = 0;; turn++) {
+        Share share(turn, heads, batch);
+        if (share.index >= shares) break;
+        int first_row = (row_tiles - 1 - share.tile) * ROWS, last_row = min(first_row + ROWS, rows) - 1;
+        int row = first_row + (warpgroup - 1) * HALF + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and row + 8
+        const int *of_sample = positions + share.sample * rows;
+        int num_tiles = of_sample[last_row] / KEYS + 1;
+        Seen<KEYS> seen(of_sample, first_row + (warpgroup - 1) * HALF, last_row, row);
+        const float2 *of_head = stats + ((long long)share.sample * heads + share.head) * padded;
+        float2 stat[2] = {of_head[min(row, last_row)], of_head[min(row + 8, last_row)]};
+#ifdef DROPOUT
+        Mask mask(drop, samples[share.sample * rows], first_head + share.head);
+#endif
         float d_q[D / 2];
-        u32 d_scores[KEYS / 4];
 #pragma unroll
         for (int i = 0; i < D / 2; i++) d_q[i] = 0;
         pin(d_q);
 
-        // Issues the scores and the gradients of the weights of a tile.
-        auto issue = [&](float (&s)[KEYS / 2], float (&d_p)[KEYS / 2], u32 &kept, int tile) {
+        barrier_wait(q_full, turn % 2);
+        for (int tile = 0; tile < seen.num_tiles; tile++, count++) {
+            u32 stage = count % STAGES, k = k_v + stage * 2 * DQ_KEY_BYTES;
+            float s[KEYS / 2], d_p[KEYS / 2];
+            u32 d_scores[KEYS / 4];
 #ifdef DROPOUT
-            kept = mask.kept_keys_in_columns(tile * KEYS, position);
+            u32 kept[KEYS / 64];
+#pragma unroll
+            for (int i = 0; i < KEYS / 64; i++) kept[i] = mask.kept_keys_in_columns(tile * KEYS + 64 * i, seen.position);
 #endif
-            int stage = tile % DQ_STAGES;
-            const unsigned char *k = k_v + stage * 2 * HALF_BYTES;
-            barrier_wait(full + stage, tile / DQ_STAGES % 2);
+            barrier_wait(full + 8 * stage, count / STAGES % 2);
             mma_begin();
             scores<KEYS, ROWS>(s, own_q, k);
-            scores<KEYS, ROWS>(d_p, own_d_o, k + HALF_BYTES);
             mma_commit();
-        };
-        // Finishes a tile while the next one's products run.
-        auto finish = [&](float (&s)[KEYS / 2], float (&d_p)[KEYS / 2], u32 kept, int tile) {
+            scores<KEYS, ROWS>(d_p, own_d_o, k + DQ_KEY_BYTES);
+            mma_commit();
+            mma_wait<1>();
             pin(s);
-            pin(d_p);
-            pin(d_q);
-            if (leader && tile > 0) barrier_arrive(empty + (tile - 1) % DQ_STAGES);
-            // Results of products may not be overwritten while others run, or ptxas makes them wait for each other.
 #pragma unroll
-            for (int i = 0; i < KEYS / 4; i++) {
-                auto d_score = [&](int j) {
-                    float d_weight = d_p[j];
-#ifdef DROPOUT
-                    d_weight = kept >> j & 1 ? d_weight * drop.scale : 0;
-#endif
-                    return exp2_fast(s[j] * scale_log2 - stat[i % 2].x) * (d_weight - stat[i % 2].y);
-                };
-                d_scores[i] = pack(d_score(2 * i), d_score(2 * i + 1));
-            }
-            if (tile >= num_whole) {
+            for (int i = 0; i < KEYS / 2; i++) s[i] = exp2_fast(s[i] * scale_log2 - stat[i / 2 % 2].x);
+            if (tile >= seen.num_whole) {
 #pragma unroll
-                for (int i = 0; i < KEYS / 4; i++) {
-                    int key = tile * KEYS + i / 2 * 8 + lane % 4 * 2;
-                    if (key > position[i % 2]) d_scores[i] = 0;
-                    else if (key == position[i % 2]) d_scores[i] &= 0xFFFF;
+                for (int i = 0; i < KEYS / 2; i++) {
+                    int key = tile * KEYS + i / 4 * 8 + lane % 4 * 2 + i % 2;
+                    if (key > seen.position[i / 2 % 2]) s[i] = 0;
                 }
             }
+            mma_wait<0>();
+            pin(d_p);
+            if (leader && tile == seen.num_tiles - 1) barrier_arrive(q_empty);
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; i++) {
+#ifdef DROPOUT
+                d_p[i] = kept[i / 32] >> i % 32 & 1 ? d_p[i] * drop.scale : 0;
+#endif
+                s[i] *= d_p[i] - stat[i / 2 % 2].y;
+            }
+            pack_all(d_scores, s);
+            pin(d_q);
             mma_begin();
-            weighted<KEYS>(d_q, d_scores, k_v + tile % DQ_STAGES * 2 * HALF_BYTES);
+            weighted<KEYS>(d_q, d_scores, k);
             mma_commit();
-        };
-
-        float s[2][KEYS / 2], d_p[2][KEYS / 2];
-        u32 kept[2];
-        barrier_wait(q_full, 0);
-        issue(s[0], d_p[0], kept[0], 0);
-        for (int tile = 0;; tile += 2) {
-            if (tile + 1 == num_tiles) {
-                mma_wait<0>();
-                finish(s[0], d_p[0], kept[0], tile);
-                break;
-            }
-            issue(s[1], d_p[1], kept[1], tile + 1);
-            mma_wait<1>();
-            finish(s[0], d_p[0], kept[0], tile);
-            if (tile + 2 == num_tiles) {
-                mma_wait<0>();
-                finish(s[1], d_p[1], kept[1], tile + 1);
-                break;
-            }
-            issue(s[0], d_p[0], kept[0], tile + 2);
-            mma_wait<1>();
-            finish(s[1], d_p[1], kept[1], tile + 1);
+            mma_wait<0>();
+            pin(d_q);
+            if (leader) barrier_arrive(empty + 8 * stage);
         }
-        mma_wait<0>();
-        pin(d_q);
+        for (int tile = seen.num_tiles; tile < num_tiles; tile++, count++) {
+            barrier_wait(full + 8 * (count % STAGES), count / STAGES % 2);
+            if (leader) barrier_arrive(empty + 8 * (count % STAGES));
+        }
 
-        int cols = heads / queries * (queries + 2) * D;
+        int cols = groups * (queries + 2) * D;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             if (row + 8 * half > last_row) continue;
-            long long token = (long long)sample * rows + row + 8 * half;
-            u32 *to = reinterpret_cast<u32 *>(d_qkv + token * cols + query_col) + lane % 4;
+            long long token = (long long)share.sample * rows + row + 8 * half;
+            u32 *to = reinterpret_cast<u32 *>(d_qkv + token * cols + (share.head + share.head / queries * 2) * D) + lane % 4;
 #pragma unroll
             for (int i = 0; i < D / 8; i++) {
                 to[4 * i] = pack(d_q[4 * i + 2 * half] * scale, d_q[4 * i + 2 * half + 1] * scale);
@@ -650,155 +716,194 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
+constexpr int DKV_WARPGROUPS = D == 64 ? 3 : 2;
 constexpr int DKV_STAGES = 3;
-constexpr int STAT_BYTES = HALF * 8;
+constexpr int DKV_ROWS = HALF;      // queries of a tile
+constexpr int DKV_KEYS = DKV_WARPGROUPS * HALF;
+constexpr int STAT_BYTES = DKV_ROWS * 8;
 constexpr int DKV_STAGE_BYTES = 2 * HALF_BYTES + 1024;  // queries, d_out, statistics; a multiple of 1,024
 // Keys and values; the stages; barriers.
-constexpr int DKV_SHARED = 2 * TILE_BYTES + DKV_STAGES * DKV_STAGE_BYTES + 128;
+constexpr int DKV_SHARED = 2 * DKV_WARPGROUPS * HALF_BYTES + DKV_STAGES * DKV_STAGE_BYTES + 256;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(128 + DKV_WARPGROUPS * 128, 1)
     attention_dkv(const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap kv,
                   const __grid_constant__ TensorMap d_out, const int *positions, const long long *samples,
-                  const float2 *stats, void *d_k, int rows, int keys, int queries, float scale, int row_stride,
-                  int group_stride, int as_f32, Drop drop) {
-    constexpr int ROWS_A_TILE = HALF;
+                  const float2 *stats, void *d_kv, int batch, int rows, int keys, int groups, int queries, float scale,
+                  int row_stride, int group_stride, int add, int first_head, Drop drop) {
+    constexpr int ROWS = DKV_ROWS, KEYS = DKV_KEYS, STAGES = DKV_STAGES;
     extern __shared__ __align__(1024) unsigned char shared[];
     if (dynamic_shared() != DKV_SHARED) __trap();
-    unsigned char *k = shared, *v = k + TILE_BYTES, *stages = v + TILE_BYTES;
-    u64 *kv_full = reinterpret_cast<u64 *>(stages + DKV_STAGES * DKV_STAGE_BYTES);
-    u64 *full = kv_full + 1, *empty = full + DKV_STAGES;
-
-    int group = blockIdx.x, sample = blockIdx.y, first_key = blockIdx.z * ROWS;  // the first keys have most queries
-    int heads = gridDim.x * queries, padded = (rows + ROWS - 1) / ROWS * ROWS;
-    positions += sample * rows;
-    // The first tile of queries whose last row sees the first key.
-    int first_tile = 0, num_tiles = (rows + ROWS_A_TILE - 1) / ROWS_A_TILE;
-    for (int end = num_tiles; first_tile < end;) {
-        int middle = (first_tile + end) / 2;
-        if (positions[min((middle + 1) * ROWS_A_TILE, rows) - 1] < first_key) first_tile = middle + 1;
-        else end = middle;
-    }
-
+    u32 k = shared_address(shared), v = k + KEYS * D * 2, stages = v + KEYS * D * 2;
+    u32 kv_full = stages + STAGES * DKV_STAGE_BYTES, kv_empty = kv_full + 8, full = kv_empty + 8, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
         barrier_init(kv_full, 1);
-        for (int stage = 0; stage < DKV_STAGES; stage++) {
-            barrier_init(full + stage, 1);
-            barrier_init(empty + stage, 2);
+        barrier_init(kv_empty, DKV_WARPGROUPS);
+        for (int stage = 0; stage < STAGES; stage++) {
+            barrier_init(full + 8 * stage, 1);
+            barrier_init(empty + 8 * stage, DKV_WARPGROUPS);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barriers_ready();
     }
     __syncthreads();
 
-    int warpgroup = threadIdx.x / 128;
+    int heads = groups * queries, padded = (rows + ROWS - 1) / ROWS * ROWS, row_tiles = padded / ROWS;
+    int lane = threadIdx.x % 32;
+    int shares = groups * batch * ((keys + KEYS - 1) / KEYS);  // the first keys have most queries
+    // The first tile of queries that sees a key of the share: the thread that loads tells the others.
+    volatile int *first_loaded = reinterpret_cast<int *>(shared + DKV_SHARED - 16);
+    // The first tile of which row `row`, or the last there is, sees the key. All lanes of a warp ask.
+    auto first_tile_to_see = [&](const int *of_sample, int key, int row) {
+        for (int tile = 0; tile < row_tiles; tile += 32) {
+            int position = of_sample[min((tile + int(threadIdx.x % 32)) * ROWS + row, rows - 1)];
+            u32 seeing = __ballot_sync(~0u, position >= key);
+            if (seeing) return min(tile + __ffs(seeing) - 1, row_tiles);
+        }
+        return row_tiles;
+    };
+
+    int warpgroup = uniform(threadIdx.x / 128);
     if (warpgroup == 0) {
-        registers_shrink<24>();
-        if (threadIdx.x == 0) {
-            barrier_expect(kv_full, 2 * TILE_BYTES);
-            load_tile(k, &kv, kv_full, 2 * group * D, first_key, sample, 2);
-            load_tile(v, &kv, kv_full, (2 * group + 1) * D, first_key, sample, 2);
-            int count = 0;
-            for (int query = 0; query < queries; query++) {
-                int head = group * queries + query;
-                const float2 *of_head = stats + ((long long)sample * heads + head) * padded;
-                for (int tile = first_tile; tile < num_tiles; tile++, count++) {
-                    int stage = count % DKV_STAGES, row = tile * ROWS_A_TILE;
-                    unsigned char *to = stages + stage * DKV_STAGE_BYTES;
-                    barrier_wait(empty + stage, count / DKV_STAGES % 2 ^ 1);
-                    barrier_expect(full + stage, 2 * HALF_BYTES + STAT_BYTES);
-                    load_tile(to, &qkv, full + stage, (group * (queries + 2) + query) * D, row, sample, 1);
-                    load_tile(to + HALF_BYTES, &d_out, full + stage, head * D, row, sample, 1);
-                    asm volatile(
-                        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                            shared_address(to + 2 * HALF_BYTES)),
-                        "l"(of_head + row), "n"(STAT_BYTES), "r"(shared_address(full + stage))
-                        : "memory");
+        registers_to_load<DKV_WARPGROUPS>();
+        if (threadIdx.x != 0) return;
+        u32 count = 0;
+        for (int turn = 0;; turn++) {
+            Share share(turn, groups, batch);
+            if (share.index >= shares) break;
+            int first_key = share.tile * KEYS;
+            const int *of_sample = positions + share.sample * rows;
+            int first_tile = 0;
+            for (int end = row_tiles; first_tile < end;) {
+                int middle = (first_tile + end) / 2;
+                if (of_sample[min((middle + 1) * ROWS, rows) - 1] < first_key) first_tile = middle + 1;
+                else end = middle;
+            }
+            barrier_wait(kv_empty, turn % 2 ^ 1);
+            *first_loaded = first_tile;
+            barrier_expect(kv_full, 2 * KEYS * D * 2);
+            load_tile(k, &kv, kv_full, 2 * share.head * D, first_key, share.sample, DKV_WARPGROUPS);
+            load_tile(v, &kv, kv_full, (2 * share.head + 1) * D, first_key, share.sample, DKV_WARPGROUPS);
+            for (int head = share.head * queries; head < (share.head + 1) * queries; head++) {
+#pragma unroll 1
+                for (int tile = first_tile; tile < row_tiles; tile++, count++) {
+                    u32 stage = count % STAGES, to = stages + stage * DKV_STAGE_BYTES;
+                    barrier_wait(empty + 8 * stage, count / STAGES % 2 ^ 1);
+                    barrier_expect(full + 8 * stage, 2 * HALF_BYTES + STAT_BYTES);
+                    load_tile(to, &qkv, full + 8 * stage, (head + 2 * share.head) * D, tile * ROWS, share.sample, 1);
+                    load_tile(to + HALF_BYTES, &d_out, full + 8 * stage, head * D, tile * ROWS, share.sample, 1);
+                    load_bytes<STAT_BYTES>(to + 2 * HALF_BYTES,
+                                           stats + ((long long)share.sample * heads + head) * padded + tile * ROWS,
+                                           full + 8 * stage);
                 }
             }
         }
-    } else {
-        registers_grow<240>();
-        int lane = threadIdx.x % 32;
-        bool leader = threadIdx.x % 128 == 0;
-        int key = first_key + (warpgroup - 1) * HALF + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and key + 8
-        float scale_log2 = scale * LOG2E;
-        const unsigned char *own_k = k + (warpgroup - 1) * HALF * 128, *own_v = v + (warpgroup - 1) * HALF * 128;
+        return;
+    }
 
-        float d_keys[D / 2], d_values[D / 2], s[ROWS_A_TILE / 2], d_p[ROWS_A_TILE / 2];
-        u32 p[ROWS_A_TILE / 4], d_scores[ROWS_A_TILE / 4];
+    registers_to_compute<DKV_WARPGROUPS>();
+    bool leader = threadIdx.x % 128 == 0;
+    float scale_log2 = scale * LOG2E;
+    u32 own_k = k + (warpgroup - 1) * HALF * 128, own_v = v + (warpgroup - 1) * HALF * 128;
+    u32 count = 0;
+    for (int turn = 0;; turn++) {
+        Share share(turn, groups, batch);
+        if (share.index >= shares) break;
+        const int *of_sample = positions + share.sample * rows;
+        int own_key = share.tile * KEYS + (warpgroup - 1) * HALF;
+        int key = own_key + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and key + 8
+        float d_keys[D / 2], d_values[D / 2];
 #pragma unroll
         for (int i = 0; i < D / 2; i++) d_keys[i] = d_values[i] = 0;
+        pin(d_keys);
+        pin(d_values);
 
-        barrier_wait(kv_full, 0);
-        int count = 0;
-        for (int query = 0; query < queries; query++) {
-            for (int tile = first_tile; tile < num_tiles; tile++, count++) {
-                int stage = count % DKV_STAGES, first_row = tile * ROWS_A_TILE;
-                const unsigned char *q = stages + stage * DKV_STAGE_BYTES, *d_o = q + HALF_BYTES;
-                const float4 *stat = reinterpret_cast<const float4 *>(d_o + HALF_BYTES) + lane % 4;
+        int first_seeing = uniform(first_tile_to_see(of_sample, own_key, ROWS - 1));
+        int first_whole = uniform(first_tile_to_see(of_sample, own_key + HALF - 1, 0));
+        barrier_wait(kv_full, turn % 2);
+        int first_tile = uniform(*first_loaded);
+        for (int head = share.head * queries; head < (share.head + 1) * queries; head++) {
+            for (int tile = first_tile; tile < first_seeing; tile++, count++) {
+                barrier_wait(full + 8 * (count % STAGES), count / STAGES % 2);
+                if (leader) barrier_arrive(empty + 8 * (count % STAGES));
+            }
+            for (int tile = first_seeing; tile < row_tiles; tile++, count++) {
+                u32 stage = count % STAGES, q = stages + stage * DKV_STAGE_BYTES, d_o = q + HALF_BYTES;
+                const float4 *stat = reinterpret_cast<const float4 *>(shared + (d_o + HALF_BYTES - k)) + lane % 4;
+                float s[ROWS / 2], d_p[ROWS / 2];
+                u32 p[ROWS / 4], d_scores[ROWS / 4];
 #ifdef DROPOUT
-                Mask mask(drop, samples[sample * rows], group * queries + query);
-                u32 kept = mask.kept_keys_in_rows(key - lane / 4, positions, first_row, rows - 1);
+                Mask mask(drop, samples[share.sample * rows], first_head + head);
+                u32 kept = mask.kept_keys_in_rows(key - lane / 4, of_sample, tile * ROWS, rows - 1);
 #endif
-                barrier_wait(full + stage, count / DKV_STAGES % 2);
+                barrier_wait(full + 8 * stage, count / STAGES % 2);
                 mma_begin();
-                scores<ROWS_A_TILE, ROWS>(s, own_k, q);
+                scores<ROWS, KEYS>(s, own_k, q);
                 mma_commit();
-                scores<ROWS_A_TILE, ROWS>(d_p, own_v, d_o);
+                scores<ROWS, KEYS>(d_p, own_v, d_o);
                 mma_commit();
                 mma_wait<1>();
                 pin(s);
 #pragma unroll
-                for (int i = 0; i < ROWS_A_TILE / 8; i++) {
+                for (int i = 0; i < ROWS / 8; i++) {
                     float4 of = stat[4 * i];  // two queries: log-sum, delta, log-sum, delta
                     s[4 * i] = exp2_fast(s[4 * i] * scale_log2 - of.x);
                     s[4 * i + 1] = exp2_fast(s[4 * i + 1] * scale_log2 - of.z);
                     s[4 * i + 2] = exp2_fast(s[4 * i + 2] * scale_log2 - of.x);
                     s[4 * i + 3] = exp2_fast(s[4 * i + 3] * scale_log2 - of.z);
                 }
-                if (positions[first_row] < first_key + ROWS - 1) {
-#pragma unroll
-                    for (int i = 0; i < ROWS_A_TILE / 2; i++) {
-                        int row = min(first_row + i / 4 * 8 + lane % 4 * 2 + i % 2, rows - 1);
-                        if (key + i / 2 % 2 * 8 > positions[row]) s[i] = 0;
+                if (tile < first_whole) {
+                    u32 seeing = 0;  // a bit for each element
+#pragma unroll 1
+                    for (int i = 0; i < ROWS / 2; i += 4) {
+                        int row = tile * ROWS + 2 * i + lane % 4 * 2;
+                        int first = of_sample[min(row, rows - 1)] - key, second = of_sample[min(row + 1, rows - 1)] - key;
+                        seeing |= (u32(first >= 0) | u32(second >= 0) << 1 | u32(first >= 8) << 2 | u32(second >= 8) << 3) << i;
                     }
-                }
-#ifdef DROPOUT
 #pragma unroll
-                for (int i = 0; i < ROWS_A_TILE / 4; i++) {
-                    p[i] = pack(kept >> 2 * i & 1 ? s[2 * i] : 0, kept >> 2 * i & 2 ? s[2 * i + 1] : 0);
+                    for (int i = 0; i < ROWS / 2; i++) s[i] = seeing >> i & 1 ? s[i] : 0;
                 }
-#else
                 pack_all(p, s);
-#endif
                 pin(d_values);
                 mma_begin();
-                weighted<ROWS_A_TILE>(d_values, p, d_o);
+#ifdef DROPOUT
+                u32 kept_p[ROWS / 4];
+#pragma unroll
+                for (int i = 0; i < ROWS / 4; i++) {
+                    kept_p[i] = p[i] & ((kept >> 2 * i & 1 ? 0xFFFF : 0) | (kept >> 2 * i & 2 ? 0xFFFF0000 : 0));
+                }
+                weighted<ROWS>(d_values, kept_p, d_o);
+#else
+                weighted<ROWS>(d_values, p, d_o);
+#endif
                 mma_commit();
                 mma_wait<1>();
                 pin(d_p);
 #ifdef DROPOUT
 #pragma unroll
-                for (int i = 0; i < ROWS_A_TILE / 2; i++) d_p[i] = kept >> i & 1 ? d_p[i] * drop.scale : 0;
+                for (int i = 0; i < ROWS / 2; i++) d_p[i] = kept >> i & 1 ? d_p[i] * drop.scale : 0;
 #endif
+                // From the rounded weights: registers for both forms are not there.
 #pragma unroll
-                for (int i = 0; i < ROWS_A_TILE / 8; i++) {
+                for (int i = 0; i < ROWS / 8; i++) {
                     float4 of = stat[4 * i];
-                    s[4 * i] *= d_p[4 * i] - of.y;
-                    s[4 * i + 1] *= d_p[4 * i + 1] - of.w;
-                    s[4 * i + 2] *= d_p[4 * i + 2] - of.y;
-                    s[4 * i + 3] *= d_p[4 * i + 3] - of.w;
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        u32 weights = p[2 * i + half];
+                        float first = __uint_as_float(weights << 16), second = __uint_as_float(weights & 0xFFFF0000);
+                        d_scores[2 * i + half] = pack(first * (d_p[4 * i + 2 * half] - of.y),
+                                                      second * (d_p[4 * i + 2 * half + 1] - of.w));
+                    }
                 }
-                pack_all(d_scores, s);
                 pin(d_keys);
                 mma_begin();
-                weighted<ROWS_A_TILE>(d_keys, d_scores, q);
+                weighted<ROWS>(d_keys, d_scores, q);
                 mma_commit();
                 mma_wait<0>();
                 pin(d_values);
                 pin(d_keys);
-                if (leader) barrier_arrive(empty + stage);
+                if (leader) barrier_arrive(empty + 8 * stage);
             }
         }
+        if (leader) barrier_arrive(kv_empty);
 
         float value_scale = 1;
 #ifdef DROPOUT
@@ -807,18 +912,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             if (key + 8 * half >= keys) continue;
-            long long at = ((long long)sample * keys + key + 8 * half) * row_stride + (long long)group * group_stride;
-            at += lane % 4 * 2;
+            long long at = ((long long)share.sample * keys + key + 8 * half) * row_stride +
+                           (long long)share.head * group_stride + lane % 4 * 2;
 #pragma unroll
             for (int i = 0; i < D / 8; i++) {
                 float k0 = d_keys[4 * i + 2 * half] * scale, k1 = d_keys[4 * i + 2 * half + 1] * scale;
                 float v0 = d_values[4 * i + 2 * half] * value_scale, v1 = d_values[4 * i + 2 * half + 1] * value_scale;
-                if (as_f32) {
-                    float *to = static_cast<float *>(d_k) + at + 8 * i;
-                    *reinterpret_cast<float2 *>(to) = make_float2(k0, k1);
-                    *reinterpret_cast<float2 *>(to + D) = make_float2(v0, v1);
+                if (add) {
+                    float *to = static_cast<float *>(d_kv) + at + 8 * i;
+                    float2 before_k = *reinterpret_cast<float2 *>(to), before_v = *reinterpret_cast<float2 *>(to + D);
+                    *reinterpret_cast<float2 *>(to) = make_float2(before_k.x + k0, before_k.y + k1);
+                    *reinterpret_cast<float2 *>(to + D) = make_float2(before_v.x + v0, before_v.y + v1);
                 } else {
-                    bf16 *to = static_cast<bf16 *>(d_k) + at + 8 * i;
+                    bf16 *to = static_cast<bf16 *>(d_kv) + at + 8 * i;
                     *reinterpret_cast<u32 *>(to) = pack(k0, k1);
                     *reinterpret_cast<u32 *>(to + D) = pack(v0, v1);
                 }
