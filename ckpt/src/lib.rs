@@ -29,8 +29,8 @@ pub use catalog::{Catalog, CatalogFault, StoredChunk, StoredObject, StoredTensor
 pub use encode::{CHUNK_BYTES_MAX, ChunkChecksums, Codec, FRAME_BYTES, Frame, crc64};
 pub use fingerprint::{Fingerprint, NotAFingerprint, fnv1a};
 pub use manifest::{
-    COMMIT_NAME, Commit, CommitFault, Counters, FORMAT, FileEntry, Header, Random, TableFault, TableFile,
-    TablesError, VERSION, Writer, parse_commit, read_tables,
+    COMMIT_NAME, Commit, CommitFault, Counters, FORMAT, FileEntry, Header, Random, RunName, RunRecord,
+    TableFault, TableFile, TablesError, VERSION, Writer, parse_commit, read_tables,
 };
 pub use open::{Checkpoint, Latest, OpenError, PassedOver, WrongFile};
 pub use plan::{
@@ -38,7 +38,7 @@ pub use plan::{
     SavePlanError, Strictness, own_shards, plan_load, plan_save,
 };
 pub use publish::DestinationError;
-pub use saver::{Exchange, Failure, SaveError, SaveReport, Saver, Snapshot};
+pub use saver::{Exchange, Failure, Readers, SaveError, SaveReport, Saver, Snapshot};
 pub use scatter::{BoxIn, copy_box};
 pub use source::{LoadError, ReadReport, Sink, StateSource};
 pub use statistics::{Spread, Statistics};

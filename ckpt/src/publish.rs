@@ -4,7 +4,7 @@
 use crate::catalog::Catalog;
 use crate::encode::crc64;
 use crate::manifest::{
-    COMMIT_NAME, Commit, FORMAT, FileEntry, Header, VERSION, Writer, encode_chunks, encode_tensors,
+    COMMIT_NAME, Commit, FORMAT, FileEntry, Header, RunName, VERSION, Writer, encode_chunks, encode_tensors,
     seal_commit,
 };
 use crate::open::{OpenError, check_files, folder_of, read_commit};
@@ -81,28 +81,16 @@ pub(crate) fn publish(
 }
 
 fn commit_of(header: Header, attempt: &str, catalog: &Catalog, files: Vec<FileEntry>) -> Commit {
+    let Header { iteration, created, writer: RunName { run: id, host, pid, program }, run, partial } = header;
     Commit {
         format: FORMAT.to_owned(),
         version: VERSION,
-        iteration: header.iteration,
-        created: header.created,
-        writer: Writer {
-            run: header.run,
-            attempt: attempt.to_owned(),
-            host: header.host,
-            pid: header.pid,
-            program: header.program,
-        },
-        counters: header.counters,
-        scheduler: header.scheduler,
-        groups: header.groups,
-        layout: header.layout,
-        numerics: header.numerics,
-        config: header.config,
-        random: header.random,
-        data: header.data,
+        iteration,
+        created,
+        writer: Writer { run: id, attempt: attempt.to_owned(), host, pid, program },
+        run,
         fingerprint: catalog.fingerprint(),
-        partial: header.partial,
+        partial,
         files,
     }
 }

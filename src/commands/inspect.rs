@@ -98,7 +98,7 @@ impl Inspected<'_> {
 impl fmt::Display for Inspected<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let commit = self.commit;
-        let counters = &commit.counters;
+        let counters = &commit.run.counters;
         let file_bytes: u64 = commit.files.iter().map(|file| file.bytes).sum();
         writeln!(f, "native checkpoint, complete  {} step {}", self.run, self.step)?;
         let samples = counters.consumed_train_samples;
@@ -117,14 +117,14 @@ impl fmt::Display for Inspected<'_> {
                     commit.created, commit.writer.program, commit.writer.host, commit.writer.run
                 ),
             ),
-            ("layout", commit.layout.to_string()),
+            ("layout", commit.run.layout.to_string()),
             ("model", self.amount(StateKind::Model)),
             ("optimizer", self.amount(StateKind::Optimizer)),
             (
                 "random",
                 format!(
                     "{}, seed {}, ordinal {}",
-                    commit.random.algorithm, commit.random.seed, commit.random.ordinal
+                    commit.run.random.algorithm, commit.run.random.seed, commit.run.random.ordinal
                 ),
             ),
             ("files", format!("{} files and the commit · {}", commit.files.len(), human_bytes(file_bytes))),

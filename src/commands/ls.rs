@@ -50,8 +50,8 @@ pub(crate) fn run(args: &LsArgs, output: &Output) -> anyhow::Result<ExitCode> {
                     complete: true,
                     created: commit.created.clone(),
                     bytes: commit.files.iter().map(|file| file.bytes).sum(),
-                    consumed_samples: commit.counters.consumed_train_samples,
-                    layout: commit.layout,
+                    consumed_samples: commit.run.counters.consumed_train_samples,
+                    layout: commit.run.layout,
                 }
             }
             Err(OpenError::Store(error)) if !error.is_not_found() => return Err(error.into()),

@@ -106,7 +106,7 @@ fn plan(
         change: plan_layout_change(checkpoint.catalog(), saved.layout(), target.layout())?,
         microbatches: Microbatches { saved: saved.num_microbatches(), target: target.num_microbatches() },
         resume: ResumePlan {
-            next_sample: checkpoint.commit().counters.consumed_train_samples,
+            next_sample: checkpoint.commit().run.counters.consumed_train_samples,
             exact: reasons.is_empty() && refused.is_none(),
             refused: refused.map(|error| Refused {
                 code: error.code(),

@@ -259,10 +259,10 @@ fn a_commit_that_contradicts_itself_is_refused() {
     let refusal = |source: &Edited| {
         train(&config, &tokens, &target, Some(source), 0, |_| {}).err().unwrap().to_string()
     };
-    let other_ordinal = Edited::new(&store, 1, |commit| commit.random.ordinal = 16);
+    let other_ordinal = Edited::new(&store, 1, |commit| commit.run.random.ordinal = 16);
     expect!["checkpoint.json says philox4x32-10 of seed 1234 at sample 16 where this run needs philox4x32-10 of seed 1234 at sample 8"].assert_eq(&refusal(&other_ordinal));
     let other_layout = Edited::new(&store, 1, |commit| {
-        commit.layout = *layout(2, false, 1, 1, 1, 1).parallel(64, 8).unwrap().layout();
+        commit.run.layout = *layout(2, false, 1, 1, 1, 1).parallel(64, 8).unwrap().layout();
     });
     expect![
         "`rng_state` has shape 1 × 1 × 1 × 5 × 6 in the checkpoint, where its layout makes 1 × 2 × 1 × 5 × 6"

@@ -6,6 +6,7 @@
 mod error;
 #[cfg(test)]
 mod host_memory;
+#[cfg(any(test, feature = "testing"))]
 pub mod mutate;
 pub mod record;
 pub mod threads;
@@ -48,6 +49,12 @@ pub trait Comm {
     /// # Errors
     /// See [`CommError`].
     fn gather_bytes(&self, site: Site, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError>;
+
+    /// The same on the member at position 0 alone; the others get nothing and need not wait.
+    ///
+    /// # Errors
+    /// See [`CommError`].
+    fn gather_bytes_at_first(&self, site: Site, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError>;
 
     /// Whether the job still runs. Long work between collectives asks now and then, so that one rank's failure ends the
     /// others soon.

@@ -93,7 +93,7 @@ pub(crate) fn load(
 ) -> Result<Resumed, ResumeError> {
     let start = Instant::now();
     let commit = resume.source.commit();
-    let mut counters = if resume.selection.counters { commit.counters } else { Counters::default() };
+    let mut counters = if resume.selection.counters { commit.run.counters } else { Counters::default() };
     if !resume.selection.optimizer {
         // Moments that start anew are corrected for their bias anew.
         counters.optimizer_steps = 0;
@@ -148,7 +148,7 @@ pub(crate) fn load(
         return Err(ResumeError::NotStrict { reached, notes });
     }
     Ok(Resumed {
-        saved_layout: commit.layout,
+        saved_layout: commit.run.layout,
         counters,
         iteration,
         scheduler_samples,

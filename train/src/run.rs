@@ -11,7 +11,9 @@ use crate::parallel::{Comms, StepError};
 use crate::resume::{ALGORITHM, DataState, Resume, ResumeError, Resumed, SchedulerState, load};
 use crate::state::{RunState, Streams};
 use crate::step::{BuildError, StepOutcome, StepSettings, Trainer};
-use ckpt::{Counters, Header, Random, SaveError, SaveReport, Saver, Snapshot};
+pub use ckpt::RunName;
+
+use ckpt::{Counters, Header, Random, Readers, RunRecord, SaveError, SaveReport, Saver, Snapshot};
 use mesh::{GroupKind, GroupTable, ProcessGroups, Rank, Schedule, ScheduleError};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -68,19 +70,6 @@ pub struct SavePolicy<'a> {
     pub writer: RunName,
     /// The time of day, RFC 3339.
     pub now: fn() -> String,
-}
-
-/// Who writes checkpoints.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RunName {
-    /// An id of this run.
-    pub run: String,
-    /// The machine.
-    pub host: String,
-    /// The process.
-    pub pid: u32,
-    /// Program and version.
-    pub program: String,
 }
 
 /// Something that happened.
@@ -283,7 +272,10 @@ impl<'a> RankRun<'a> {
         let state = RunState::new(&mut trainer, key_prefix).map_err(BuildError::from)?;
         let saver = job.save.as_ref().map(|policy| {
             let comm = context.comm_for("save", groups, GroupKind::TpDpCp);
-            (policy.saver)(Box::new(move |bytes| Ok(comm.gather_bytes("save.exchange", bytes)?)))
+            (policy.saver)(Box::new(move |bytes, readers| match readers {
+                Readers::All => Ok(comm.gather_bytes("save.agree", bytes)?),
+                Readers::First => Ok(comm.gather_bytes_at_first("save.report", bytes)?),
+            }))
         });
         Ok(RankRun {
             job,
@@ -450,22 +442,21 @@ impl<'a> RankRun<'a> {
         Ok(Header {
             iteration: self.iteration,
             created: (policy.now)(),
-            run: policy.writer.run.clone(),
-            host: policy.writer.host.clone(),
-            pid: policy.writer.pid,
-            program: policy.writer.program.clone(),
-            counters: self.counters,
-            scheduler: json(serde_json::to_value(SchedulerState { num_steps: self.scheduler_samples })),
-            groups: json(serde_json::to_value(self.trainer.param_groups(&self.key_prefix))),
-            layout: *config.parallel.layout(),
-            numerics: json(serde_json::to_value(&config.numerics)),
-            config: json(serde_json::to_value(config)),
-            random: Random {
-                algorithm: ALGORITHM.to_owned(),
-                seed: config.seed,
-                ordinal: self.counters.consumed_train_samples,
+            writer: policy.writer.clone(),
+            run: RunRecord {
+                counters: self.counters,
+                scheduler: json(serde_json::to_value(SchedulerState { num_steps: self.scheduler_samples })),
+                groups: json(serde_json::to_value(self.trainer.param_groups(&self.key_prefix))),
+                layout: *config.parallel.layout(),
+                numerics: json(serde_json::to_value(&config.numerics)),
+                config: json(serde_json::to_value(config)),
+                random: Random {
+                    algorithm: ALGORITHM.to_owned(),
+                    seed: config.seed,
+                    ordinal: self.counters.consumed_train_samples,
+                },
+                data: json(serde_json::to_value(data)),
             },
-            data: json(serde_json::to_value(data)),
             partial: self.partial.clone(),
         })
     }

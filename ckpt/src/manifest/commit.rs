@@ -17,32 +17,52 @@ pub const FORMAT: &str = "remesh";
 pub const VERSION: u32 = 1;
 
 /// What the caller of a save says about it: everything of the commit that a save does not find out itself.
-///
-/// Values whose meaning belongs to the trainer are kept as they are.
 #[derive(Clone, Debug, PartialEq)]
-#[allow(missing_docs)]
 pub struct Header {
     /// Optimizer iterations done.
     pub iteration: u64,
     /// RFC 3339.
     pub created: String,
+    /// Who saves.
+    pub writer: RunName,
+    /// The state of the run.
+    pub run: RunRecord,
+    /// Names that an allow list let pass when this run loaded.
+    pub partial: Vec<String>,
+}
+
+/// Who writes checkpoints.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RunName {
+    /// An id of this run.
     pub run: String,
+    /// The machine.
     pub host: String,
+    /// The process.
     pub pid: u32,
     /// Program and version.
     pub program: String,
+}
+
+/// What a run says of itself beside its tensors. Values whose meaning belongs to the trainer are kept as they are.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunRecord {
+    /// What was consumed so far.
     pub counters: Counters,
+    /// Where the schedule is.
     pub scheduler: Value,
     /// Parameter groups by name.
     pub groups: Value,
+    /// The layout that the state was divided by.
     pub layout: ParallelLayout,
     /// The contract on the order of sums.
     pub numerics: Value,
+    /// Every setting, resolved.
     pub config: Value,
+    /// Where the random numbers are.
     pub random: Random,
+    /// Which samples, and where in them.
     pub data: Value,
-    /// Names that an allow list let pass when this run loaded.
-    pub partial: Vec<String>,
 }
 
 /// `checkpoint.json`, in the order of its fields.
@@ -58,16 +78,9 @@ pub struct Commit {
     /// RFC 3339.
     pub created: String,
     pub writer: Writer,
-    pub counters: Counters,
-    pub scheduler: Value,
-    /// Parameter groups by name.
-    pub groups: Value,
-    pub layout: ParallelLayout,
-    /// The contract on the order of sums.
-    pub numerics: Value,
-    pub config: Value,
-    pub random: Random,
-    pub data: Value,
+    /// Its fields stand here among the others.
+    #[serde(flatten)]
+    pub run: RunRecord,
     /// Of the whole state.
     pub fingerprint: Fingerprint,
     /// Names that an allow list let pass when the run that saved this loaded.

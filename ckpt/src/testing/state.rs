@@ -1,9 +1,9 @@
 //! Ranks as threads, with buffers whose every element is a function of its place in the whole tensor.
 
-use crate::manifest::{Counters, Header, Random};
+use crate::manifest::{Counters, Header, Random, RunName, RunRecord};
 use crate::open::Checkpoint;
 use crate::plan::{LoadPlan, Strictness, own_shards, plan_load};
-use crate::saver::{Exchange, SaveError, SaveReport, Saver, Snapshot};
+use crate::saver::{Exchange, Readers, SaveError, SaveReport, Saver, Snapshot};
 use crate::scatter::{BoxIn, copy_box};
 use crate::source::{LoadError, StateSource};
 use crate::store::Store;
@@ -38,10 +38,14 @@ impl Ranks {
     /// than a minute.
     pub fn exchange(&self, position: usize) -> Exchange {
         let inboxes = Arc::clone(&self.inboxes);
-        Box::new(move |bytes| {
+        Box::new(move |bytes, readers| {
             let mut sent = inboxes.sent.lock().map_err(|_| "a rank panicked")?;
-            sent.iter_mut().for_each(|inbox| inbox[position].push_back(bytes.to_vec()));
+            let num_readers = if readers == Readers::All { sent.len() } else { 1 };
+            sent[..num_readers].iter_mut().for_each(|inbox| inbox[position].push_back(bytes.to_vec()));
             inboxes.arrived.notify_all();
+            if position >= num_readers {
+                return Ok(Vec::new());
+            }
             let waits =
                 |sent: &mut Vec<Vec<VecDeque<Vec<u8>>>>| sent[position].iter().any(VecDeque::is_empty);
             let (mut sent, _) = (inboxes.arrived.wait_timeout_while(sent, Duration::from_mins(1), waits))
@@ -69,22 +73,26 @@ pub fn header(iteration: u64, layout: ParallelLayout) -> Header {
     Header {
         iteration,
         created: "2026-01-01T00:00:00Z".to_owned(),
-        run: "run-1".to_owned(),
-        host: "host-1".to_owned(),
-        pid: 4711,
-        program: "test".to_owned(),
-        counters: Counters {
-            consumed_train_samples: 8 * iteration,
-            optimizer_steps: iteration,
-            ..Counters::default()
+        writer: RunName {
+            run: "run-1".to_owned(),
+            host: "host-1".to_owned(),
+            pid: 4711,
+            program: "test".to_owned(),
         },
-        scheduler: json!({ "lr": 0.1 }),
-        groups: json!({}),
-        layout,
-        numerics: json!({}),
-        config: json!({}),
-        random: Random { algorithm: "philox4x32-10".to_owned(), seed: 1234, ordinal: 8 * iteration },
-        data: json!({}),
+        run: RunRecord {
+            counters: Counters {
+                consumed_train_samples: 8 * iteration,
+                optimizer_steps: iteration,
+                ..Counters::default()
+            },
+            scheduler: json!({ "lr": 0.1 }),
+            groups: json!({}),
+            layout,
+            numerics: json!({}),
+            config: json!({}),
+            random: Random { algorithm: "philox4x32-10".to_owned(), seed: 1234, ordinal: 8 * iteration },
+            data: json!({}),
+        },
         partial: Vec::new(),
     }
 }

@@ -119,21 +119,6 @@ fn a_rank_without_its_elements_is_named() {
     assert!(store.steps().unwrap().is_empty());
 }
 
-/// A fault of the program, never of its input: no checkpoint without that chunk, and no word of it.
-#[test]
-#[should_panic(expected = "a rank that agreed on the plan writes only chunks of it")]
-fn a_report_of_a_chunk_that_nobody_planned_is_never_dropped() {
-    let (table, store) = (table(), Store::open("memory://").unwrap());
-    let group_table = Arc::new(mesh::GroupTable::new("gpt", &layout(ONE)));
-    let groups = group_table.for_rank(group_table.ranks()[0]);
-    let memory = RankMemory::labelled(&table, &groups);
-    let exchange = |bytes: &[u8]| {
-        let text = String::from_utf8(bytes.to_vec())?;
-        Ok(vec![text.replacen("\"chunk\":1,", "\"chunk\":7,", 1).into_bytes()])
-    };
-    drop(save(&store, header(1, layout(ONE)), &table, &groups, Box::new(exchange), &memory));
-}
-
 #[test]
 fn ranks_that_differ_write_nothing() {
     let store = Store::open("memory://").unwrap();
@@ -154,8 +139,8 @@ fn ranks_that_differ_write_nothing() {
     assert_eq!(another_step, differs("step"));
     let another_plan = save_with(|_, table| *table = StateTable::new(table.entries()[..1].to_vec()).unwrap());
     assert_eq!(another_plan, differs("plan"));
-    let another_state = save_with(|header, _| header.counters.tokens += 1);
+    let another_state = save_with(|header, _| header.run.counters.tokens += 1);
     assert_eq!(another_state, differs("header"));
     assert!(store.steps().unwrap().is_empty());
-    assert!(save_with(|header, _| header.pid = 12).is_ok(), "who writes may differ");
+    assert!(save_with(|header, _| header.writer.pid = 12).is_ok(), "who writes may differ");
 }

@@ -2,7 +2,7 @@
 
 use crate::support::*;
 use ckpt::testing::{RankMemory, header, save};
-use ckpt::{DestinationError, Header, SaveError, SaveReport, Store};
+use ckpt::{DestinationError, Header, RunName, SaveError, SaveReport, Store};
 use mesh::StateTable;
 use std::fs;
 
@@ -13,7 +13,11 @@ fn save_as(
     pid: u32,
     table: &StateTable,
 ) -> Result<SaveReport, SaveError> {
-    let header = Header { run: run.to_owned(), pid, ..header(step, layout(ONE)) };
+    let header = {
+        let plain = header(step, layout(ONE));
+        let writer = RunName { run: run.to_owned(), pid, ..plain.writer.clone() };
+        Header { writer, ..plain }
+    };
     let mut saved = ranks(ONE).run(|groups, exchange| {
         let memory = RankMemory::labelled(table, &groups);
         save(store, header.clone(), table, &groups, exchange, &memory)

@@ -57,6 +57,10 @@ impl Comm for Mutated {
         self.inner.gather_bytes(site, bytes)
     }
 
+    fn gather_bytes_at_first(&self, site: Site, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        self.inner.gather_bytes_at_first(site, bytes)
+    }
+
     fn check(&self) -> Result<(), CommError> {
         self.inner.check()
     }

@@ -5,6 +5,8 @@
 
 mod board;
 mod communicator;
+#[cfg(test)]
+mod faults;
 mod reduce;
 #[cfg(test)]
 mod tests;
@@ -13,6 +15,8 @@ use super::error::list;
 use super::{Comm, CommError, Membership};
 use board::{Board, ThreadId};
 use communicator::ThreadComm;
+#[cfg(test)]
+use faults::Fault;
 use mesh::{GroupKind, ProcessGroups, Rank};
 use std::any::Any;
 use std::fmt::{self, Display};
@@ -97,9 +101,11 @@ pub struct WorldOptions {
     /// all members, so that a program which depends on buffering stops here as it might on NCCL. `None`: any number.
     pub max_incomplete: Option<u64>,
     /// Seed of random delays before each operation.
-    pub jitter: Option<u64>,
+    #[cfg(test)]
+    pub(crate) jitter: Option<u64>,
     /// Faults to inject.
-    pub faults: Vec<Fault>,
+    #[cfg(test)]
+    pub(crate) faults: Vec<Fault>,
 }
 
 impl Default for WorldOptions {
@@ -107,32 +113,12 @@ impl Default for WorldOptions {
         WorldOptions {
             timeout: Duration::from_secs(60),
             max_incomplete: None,
+            #[cfg(test)]
             jitter: None,
+            #[cfg(test)]
             faults: Vec::new(),
         }
     }
-}
-
-/// Something that goes wrong, for tests.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Fault {
-    /// On which rank.
-    pub rank: Rank,
-    /// In its groups of this kind.
-    pub kind: GroupKind,
-    /// At this operation of the group, counted from 0.
-    pub sequence: u64,
-    /// What happens.
-    pub effect: FaultEffect,
-}
-
-/// What a [`Fault`] does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FaultEffect {
-    /// The rank fails instead of issuing the operation.
-    Fail,
-    /// The lowest bit of its contribution's first byte is flipped.
-    Corrupt,
 }
 
 /// What one rank of a [`World`] is given: who it is, and its communicators.

@@ -80,9 +80,9 @@ impl SavedRun {
     pub fn of(commit: &Commit) -> Result<Self, ResumeError> {
         let field = |field| move |source| ResumeError::Field { field, source };
         Ok(SavedRun {
-            config: serde_json::from_value(commit.config.clone()).map_err(field("config"))?,
-            data: serde_json::from_value(commit.data.clone()).map_err(field("data"))?,
-            scheduler: serde_json::from_value(commit.scheduler.clone()).map_err(field("scheduler"))?,
+            config: serde_json::from_value(commit.run.config.clone()).map_err(field("config"))?,
+            data: serde_json::from_value(commit.run.data.clone()).map_err(field("data"))?,
+            scheduler: serde_json::from_value(commit.run.scheduler.clone()).map_err(field("scheduler"))?,
         })
     }
 }
@@ -162,9 +162,9 @@ pub(super) fn check_random(
     config: &TrainConfig,
     allow_change: &[String],
 ) -> Result<(), ResumeError> {
-    let random = &commit.random;
+    let random = &commit.run.random;
     let seed_may_change = allow_change.iter().any(|field| field == "seed");
-    let counters = &commit.counters;
+    let counters = &commit.run.counters;
     let counted =
         [counters.consumed_train_samples, counters.optimizer_steps, counters.tokens, commit.iteration];
     if let Some(count) = counted.into_iter().find(|count| *count > COUNT_MAX) {
@@ -175,6 +175,7 @@ pub(super) fn check_random(
     }
     let found = format!("{} of seed {} at sample {}", random.algorithm, random.seed, random.ordinal);
     let seed = if seed_may_change { random.seed } else { config.seed };
-    let expected = format!("{ALGORITHM} of seed {seed} at sample {}", commit.counters.consumed_train_samples);
+    let expected =
+        format!("{ALGORITHM} of seed {seed} at sample {}", commit.run.counters.consumed_train_samples);
     if found == expected { Ok(()) } else { Err(ResumeError::Random { found, expected }) }
 }

@@ -56,7 +56,7 @@ pub(super) fn load_streams(
         let note = "the checkpoint has no random streams; every rank derived its own".to_owned();
         return Ok(Continued { is_whole: false, cells: false, note: Some(note) });
     };
-    let saved = &commit.layout;
+    let saved = &commit.run.layout;
     let peers = saved.gtp() * saved.num_weight_replicas();
     let expected = [saved.pp(), saved.tp(), peers, StreamName::ALL.len() as u32, 6].map(u64::from);
     if stored.shape.dims() != expected {

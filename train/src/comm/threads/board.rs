@@ -1,8 +1,8 @@
 //! What the threads of one world know of each other, under one lock: contributions by group and sequence number, who waits
 //! for whom, and the first cause of failure.
 
+use super::WorldOptions;
 use super::reduce::Payload;
-use super::{FaultEffect, WorldOptions};
 use crate::comm::{Blocked, CommError, Desync, GroupId, Membership, OpSignature};
 use mesh::Rank;
 use std::collections::BTreeMap;
@@ -95,10 +95,6 @@ impl Board {
         self.num_ranks
     }
 
-    pub(super) fn options(&self) -> &WorldOptions {
-        &self.options
-    }
-
     /// The group of this membership, the same for all members.
     pub(super) fn group(&self, membership: &Membership) -> GroupIndex {
         let Membership { id, ranks, .. } = membership;
@@ -129,25 +125,30 @@ impl Board {
         group: GroupIndex,
         position: usize,
         signature: OpSignature,
-        mut payload: Payload,
+        payload: Payload,
     ) -> Result<u64, CommError> {
+        #[cfg(test)]
+        super::faults::delay(self.options.jitter, thread);
         let mut state = self.lock();
         state.check()?;
         let posted = &mut state.groups[group.0];
         let rank = posted.ranks[position];
         let sequence = posted.next[position];
-        let fault =
-            self.options.faults.iter().find(|fault| {
-                fault.rank == rank && fault.kind == posted.id.kind && fault.sequence == sequence
-            });
-        match fault.map(|fault| fault.effect) {
-            Some(FaultEffect::Fail) => {
+        #[cfg(test)]
+        let payload = {
+            let mut faults = self.options.faults.iter();
+            let fault = faults
+                .find(|fault| (fault.rank, fault.kind, fault.sequence) == (rank, posted.id.kind, sequence));
+            let kept = match fault {
+                Some(fault) => fault.effect.on(payload),
+                None => Some(payload),
+            };
+            let Some(payload) = kept else {
                 let why = format!("injected at operation {sequence} of {}", posted.id);
                 return Err(state.fail(rank, CommError::PeerFailed { rank, why }));
-            }
-            Some(FaultEffect::Corrupt) => payload.bytes_mut().iter_mut().take(1).for_each(|byte| *byte ^= 1),
-            None => {}
-        }
+            };
+            payload
+        };
         posted.next[position] += 1;
         let num_members = posted.ranks.len();
         let cell = posted.cells.entry(sequence).or_insert_with(|| Cell {

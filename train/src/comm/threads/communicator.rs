@@ -1,16 +1,14 @@
 //! One rank's communicator in one group of a world of threads.
 
 use super::Seat;
-use super::board::{GroupIndex, ThreadId};
+use super::board::{Contributions, GroupIndex};
 use super::reduce::{Payload, combine};
 use crate::backend::{Backend, View};
 use crate::comm::{Collective, Comm, CommError, GroupId, Membership, OpSignature, Operation, Site, Ticket};
 use crate::comm::{block, copy};
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::thread;
-use std::time::Duration;
 
 #[derive(Debug)]
 pub(super) struct ThreadComm {
@@ -19,7 +17,6 @@ pub(super) struct ThreadComm {
     membership: Membership,
     /// What to do when an operation is whole, by sequence number.
     open: RefCell<BTreeMap<u64, Open>>,
-    num_posts: Cell<u64>,
 }
 
 #[derive(Debug)]
@@ -31,15 +28,19 @@ struct Open {
 impl ThreadComm {
     pub(super) fn new(seat: Arc<Seat>, membership: Membership) -> Self {
         let group = seat.board.group(&membership);
-        ThreadComm { seat, group, membership, open: RefCell::default(), num_posts: Cell::new(0) }
+        ThreadComm { seat, group, membership, open: RefCell::default() }
     }
 
     fn post(&self, signature: OpSignature, payload: Payload) -> Result<u64, CommError> {
-        self.num_posts.set(self.num_posts.get() + 1);
-        if let Some(seed) = self.seat.board.options().jitter {
-            delay(seed, self.seat.thread, self.num_posts.get());
-        }
         self.seat.board.post(self.seat.thread, self.group, self.position(), signature, payload)
+    }
+
+    /// Blocks until all members have done the same.
+    fn contribute_bytes(&self, site: Site, bytes: &[u8]) -> Result<Arc<Contributions>, CommError> {
+        let mut payload = Payload::zeros(bytes.len());
+        payload.bytes_mut().copy_from_slice(bytes);
+        let sequence = self.post(OpSignature::Bytes { site }, payload)?;
+        self.seat.board.collect(self.seat.thread, self.group, sequence)
     }
 }
 
@@ -102,11 +103,15 @@ impl Comm for ThreadComm {
         if self.size() == 1 {
             return Ok(vec![bytes.to_vec()]);
         }
-        let mut payload = Payload::zeros(bytes.len());
-        payload.bytes_mut().copy_from_slice(bytes);
-        let sequence = self.post(OpSignature::Bytes { site }, payload)?;
-        let contributions = self.seat.board.collect(self.seat.thread, self.group, sequence)?;
+        let contributions = self.contribute_bytes(site, bytes)?;
         Ok(contributions.payloads.iter().map(|payload| payload.bytes().to_vec()).collect())
+    }
+
+    fn gather_bytes_at_first(&self, site: Site, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        match self.position() {
+            0 => self.gather_bytes(site, bytes),
+            _ => self.contribute_bytes(site, bytes).map(|_| Vec::new()),
+        }
     }
 
     fn check(&self) -> Result<(), CommError> {
@@ -115,16 +120,5 @@ impl Comm for ThreadComm {
 
     fn abort(&self, why: &str) {
         self.seat.board.fail(self.seat.rank, &why);
-    }
-}
-
-/// Sleeps up to 127 µs, or does nothing half of the time.
-fn delay(seed: u64, thread: ThreadId, num_posts: u64) {
-    let mut z = seed ^ (thread.0 as u64) << 32 ^ num_posts;
-    z = z.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    z = (z ^ z >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    let micros = (z >> 56).saturating_sub(128);
-    if micros > 0 {
-        thread::sleep(Duration::from_micros(micros));
     }
 }

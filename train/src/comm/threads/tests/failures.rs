@@ -3,7 +3,8 @@
 use super::{barrier, one_group, table, tp};
 use crate::backend::View;
 use crate::comm::host_memory::HostMemory;
-use crate::comm::threads::{Fault, FaultEffect, RankContext, Reason, World, WorldError, WorldOptions};
+use crate::comm::threads::faults::{Fault, FaultEffect};
+use crate::comm::threads::{RankContext, Reason, World, WorldError, WorldOptions};
 use crate::comm::{Collective, Comm, CommError, Desync, Operation, Reduce, Ticket};
 use expect_test::expect;
 use mesh::{DType, GroupKind, GroupTable, Rank};
