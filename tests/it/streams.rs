@@ -40,14 +40,24 @@ fn save(layout: Layout, tokens: &TokenFile, store: &Store) -> Vec<Next> {
     .unwrap()
 }
 
-/// What ranks draw next after a resume, and what the resume said.
+/// What ranks draw next after a resume from step 1, and what the resume said.
 fn resume(
     layout: Layout,
     tokens: &TokenFile,
     store: &Store,
     rng_policy: RngPolicy,
 ) -> Result<(Vec<Next>, Option<Level>), String> {
-    let saved = store.checkpoint(1).unwrap();
+    resume_from(1, layout, tokens, store, rng_policy)
+}
+
+fn resume_from(
+    step: u64,
+    layout: Layout,
+    tokens: &TokenFile,
+    store: &Store,
+    rng_policy: RngPolicy,
+) -> Result<(Vec<Next>, Option<Level>), String> {
+    let saved = store.checkpoint(step).unwrap();
     let resume = Resume {
         source: &saved,
         selection: Selection::ALL,
@@ -137,6 +147,41 @@ fn derived_streams_are_the_same_each_time_and_differ_by_coordinate() {
     assert_ne!(words(0, StreamName::GtpRemat), words(2, StreamName::GtpRemat), "over GTP");
     let name = StreamName::DataParallel as usize;
     assert_ne!(first[0][name], saved[0][name], "nobody gets another coordinate's words");
+}
+
+/// Whoever derives gets words that belong to the iteration, whatever the layout and the policy by which it derives.
+#[test]
+fn another_iteration_gives_every_rank_other_streams_and_the_same_one_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = support::token_file(folder.path(), 6000);
+    let store = Store::open("memory://").unwrap();
+    let saved_under = layout(1, 1, 1, 2);
+    in_world(saved_under, &tokens, &store, |rank, policy, _| {
+        for _ in 0..2 {
+            rank.step()?;
+            rank.save(policy, true)?;
+        }
+        Ok(())
+    })
+    .unwrap();
+    // The layout that goes on, and how many of its ranks have coordinates that were saved.
+    for (wanted, num_existing) in
+        [(layout(2, 1, 1, 1), 1), (layout(1, 2, 2, 1), 2), (layout(2, 1, 2, 1), 2), (layout(1, 1, 1, 4), 2)]
+    {
+        for (policy, num_kept) in [(RngPolicy::Derive, 0), (RngPolicy::Existing, num_existing)] {
+            let from = |step| resume_from(step, wanted, &tokens, &store, policy).unwrap().0;
+            let (first, again, later) = (from(1), from(1), from(2));
+            assert_eq!(first, again, "{wanted:?} {policy:?}");
+            // Kept is what was saved at both steps: the stream of iteration 0, from which nobody drew.
+            let is_kept = |(first, later): &(&Next, &Next)| first == later;
+            assert_eq!(first.iter().zip(&later).filter(is_kept).count(), num_kept, "{wanted:?} {policy:?}");
+            for (first, later) in first.iter().zip(&later).filter(|ranks| !is_kept(ranks)) {
+                let streams: Vec<_> = first.iter().zip(later).filter(|(first, _)| first.is_some()).collect();
+                assert!(!streams.is_empty(), "{wanted:?} {policy:?}");
+                assert!(streams.iter().all(|(first, later)| first != later), "{wanted:?} {policy:?}");
+            }
+        }
+    }
 }
 
 /// More replicas than were saved: coordinates that existed keep their streams, new ones derive.
