@@ -1,9 +1,11 @@
 //! What a command prints: its result on stdout, everything else on stderr, and nothing more once a reader has gone.
 
+use ckpt::Commit;
 use serde::Serialize;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
+use train::resume::SavedRun;
 
 /// Flags of every command.
 #[derive(Clone, Copy, Debug, clap::Args)]
@@ -108,6 +110,14 @@ pub(crate) fn human_bytes(bytes: u64) -> String {
         (value, unit) = (value / 1024.0, larger);
     }
     format!("{value:.1} {unit}")
+}
+
+/// The layout of the run that made a checkpoint, with the SP degree if its configuration can be read.
+pub(crate) fn saved_layout(commit: &Commit) -> String {
+    match SavedRun::of(commit) {
+        Ok(saved) => saved.config.parallel.to_string(),
+        Err(_) => commit.run.layout.to_string(),
+    }
 }
 
 /// Rows of columns, each as wide as its widest cell, two spaces apart.

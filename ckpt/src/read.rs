@@ -50,6 +50,15 @@ impl StateSource for Checkpoint {
     }
 }
 
+impl LoadPlan {
+    /// Bytes that carrying it out reads from the store: whole frames, and small gaps between them. `catalog` is the one that
+    /// it was made from.
+    pub fn bytes_to_read(&self, catalog: &Catalog) -> u64 {
+        let requests = requests(&windows(catalog, &self.reads));
+        requests.iter().map(|request| request.bytes.end - request.bytes.start).sum()
+    }
+}
+
 /// The part of one chunk that is read: whole frames, or all of a chunk that has none.
 pub(crate) struct Window<'a> {
     pub(crate) tensor: &'a StoredTensor,

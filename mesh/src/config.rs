@@ -3,6 +3,7 @@
 use crate::group_options::GroupOptionsError;
 use crate::layout::{self, LayoutError, ParallelLayout, RuntimeCp};
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// The free numbers of a [`ParallelConfig`]; everything else follows from them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -113,6 +114,13 @@ impl ParallelConfig {
     pub fn num_microbatches(&self) -> u64 {
         self.global_batch_size()
             / (u64::from(self.micro_batch_size()) * u64::from(self.layout().batch_parallel_size()))
+    }
+}
+
+/// `TP 2 · SP 2 · GTP 1 · CP 1 · DP 2 · world 4`; without SP where TP is 1.
+impl fmt::Display for ParallelConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.layout().fmt_with_sp(f, Some(self.sp_degree()))
     }
 }
 

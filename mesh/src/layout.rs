@@ -436,7 +436,18 @@ impl From<ParallelLayout> for LayoutFields {
 /// `TP 2 · GTP 2 (2 sequence × 1 batch) · CP 2 · DP 1 · world 8`, the way a person compares layouts.
 impl fmt::Display for ParallelLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "TP {} · GTP {}", self.tp(), self.gtp())?;
+        self.fmt_with_sp(f, None)
+    }
+}
+
+impl ParallelLayout {
+    /// The layout, with the SP degree if TP gives a choice and it is known.
+    pub(crate) fn fmt_with_sp(&self, f: &mut fmt::Formatter<'_>, sp_degree: Option<u32>) -> fmt::Result {
+        write!(f, "TP {}", self.tp())?;
+        if let Some(sp_degree) = sp_degree.filter(|_| self.tp() > 1) {
+            write!(f, " · SP {sp_degree}")?;
+        }
+        write!(f, " · GTP {}", self.gtp())?;
         if self.gtp() > 1 {
             write!(f, " ({} sequence × {} batch)", self.gtp_sequence_shards(), self.gtp_batch_shards())?;
         }

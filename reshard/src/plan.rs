@@ -1,10 +1,10 @@
 //! What a change of layout really does to a checkpoint: from the placements that its catalog holds and two layouts, which
 //! bytes each rank wants that it did not hold before. Pure; no data is read.
 
-use ckpt::Catalog;
+use ckpt::{Catalog, StoredTensor, Strictness, own_shards, plan_load};
 use mesh::{
     Cut, DimPlacement, ExpertSizes, GroupRank, GroupTable, Indivisible, LocalShard, ParallelLayout,
-    Placement, ProcessGroups, Rank, StateKind, TensorKey,
+    Placement, ProcessGroups, Rank, StateEntry, StateKind, StateTable, TensorKey,
 };
 use serde::Serialize;
 use std::collections::HashMap;
@@ -48,7 +48,7 @@ pub struct NumberChange {
 /// Bytes that ranks of the target layout want, each copy counted: `wanted` = `kept` + `moved`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Bytes {
-    /// All of them; what a load from the checkpoint reads.
+    /// All of them.
     pub wanted: u64,
     /// Those that the rank of the same number held when the checkpoint was saved.
     pub kept: u64,
@@ -201,6 +201,30 @@ pub fn plan_layout_change(
         notes: notes(&tensors, saved, target),
         tensors,
     })
+}
+
+impl LayoutChange {
+    /// Bytes that each rank of the target layout reads from the store, ascending by rank: what it wants in whole frames.
+    /// `catalog` is the one that was planned.
+    pub fn bytes_to_read(&self, catalog: &Catalog) -> Vec<u64> {
+        let in_scope = |tensor: &StoredTensor| tensor.kind != StateKind::Rng;
+        let entry = |tensor: &StoredTensor| StateEntry {
+            key: tensor.key.clone(),
+            kind: tensor.kind,
+            dtype: tensor.dtype,
+            placement: tensor.placement.clone().unwrap_or_else(|| Placement::replicated(&tensor.shape)),
+        };
+        let entries = catalog.tensors().iter().filter(|tensor| in_scope(tensor)).map(entry).collect();
+        let table = StateTable::new(entries).expect("a catalog has each key once");
+        let groups = Arc::new(GroupTable::new("model", &self.target));
+        let bytes = |rank: &Rank| {
+            let own = own_shards(&table, &groups.for_rank(*rank)).expect("the plan divided every tensor");
+            let wanted: Vec<_> = own.into_iter().map(|own| own.shard).collect();
+            let plan = plan_load(catalog, &wanted, &Strictness::exact(), &in_scope);
+            plan.expect("a catalog holds its own tensors").bytes_to_read(catalog)
+        };
+        groups.ranks().iter().map(bytes).collect()
+    }
 }
 
 fn numbers(saved: &ParallelLayout, target: &ParallelLayout) -> Vec<NumberChange> {

@@ -1,12 +1,13 @@
 //! `remesh inspect`: what a checkpoint holds, from its commit and tables alone.
 
 use crate::location::Location;
-use crate::output::{Output, human_bytes, table};
+use crate::output::{Output, human_bytes, saved_layout, table};
 use ckpt::{Checkpoint, Commit, Fingerprint, StoredTensor};
-use mesh::{Cut, DType, Placement, Shape, StateKind};
+use mesh::{DType, DimPlacement, GroupTable, Placement, ProcessGroups, Shape, StateKind};
 use serde::Serialize;
 use std::fmt;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// Flags of `remesh inspect`.
 #[derive(Debug, clap::Args)]
@@ -117,7 +118,7 @@ impl fmt::Display for Inspected<'_> {
                     commit.created, commit.writer.program, commit.writer.host, commit.writer.run
                 ),
             ),
-            ("layout", commit.run.layout.to_string()),
+            ("layout", saved_layout(commit)),
             ("model", self.amount(StateKind::Model)),
             ("optimizer", self.amount(StateKind::Optimizer)),
             (
@@ -137,12 +138,14 @@ impl fmt::Display for Inspected<'_> {
             rows.into_iter().map(|(name, text)| vec![format!("  {name}"), text]).collect();
         f.write_str(&table(&rows))?;
         let shown = self.tensors.iter().filter(|tensor| self.all || tensor.kind == StateKind::Model);
+        let table_of_groups = Arc::new(GroupTable::new("model", &commit.run.layout));
+        let groups = table_of_groups.for_rank(table_of_groups.ranks()[0]);
         let row = |tensor: &Tensor| {
             vec![
                 format!("  {}", tensor.key),
                 tensor.dtype.to_string(),
                 tensor.shape.to_string(),
-                tensor.placement.map_or_else(String::new, cuts),
+                tensor.placement.map_or_else(String::new, |placement| cuts(placement, &groups)),
             ]
         };
         let heading = ["  tensor", "dtype", "global shape", "cut"].map(String::from).to_vec();
@@ -151,14 +154,14 @@ impl fmt::Display for Inspected<'_> {
     }
 }
 
-/// `dim 0 over tp, gtp_remat`.
-fn cuts(placement: &Placement) -> String {
-    let dims = placement.dims().iter().enumerate().filter(|(_, dim)| !dim.cuts().is_empty());
-    let text = |(at, dim): (usize, &mesh::DimPlacement)| {
-        let groups: Vec<String> = dim.cuts().iter().map(|cut: &Cut| cut.group().to_string()).collect();
+/// `dim 0 over tp, gtp_remat`: the groups that the dim is cut over, in which there is more than one rank.
+fn cuts(placement: &Placement, groups: &ProcessGroups) -> String {
+    let text = |(at, dim): (usize, &DimPlacement)| {
+        let cuts = dim.cuts().iter().filter(|cut| groups.size(cut.group()) > 1);
+        let names: Vec<String> = cuts.map(|cut| cut.group().to_string()).collect();
         let parts =
             if dim.parts().len() > 1 { format!(" in {} parts", dim.parts().len()) } else { String::new() };
-        format!("dim {at}{parts} over {}", groups.join(", "))
+        (!names.is_empty()).then(|| format!("dim {at}{parts} over {}", names.join(", ")))
     };
-    dims.map(text).collect::<Vec<_>>().join(" · ")
+    placement.dims().iter().enumerate().filter_map(text).collect::<Vec<_>>().join(" · ")
 }

@@ -1,6 +1,6 @@
 //! `remesh ls`: the steps of a run, whole or not.
 
-use crate::output::{Output, human_bytes, table};
+use crate::output::{Output, human_bytes, saved_layout, table};
 use ckpt::{OpenError, Store};
 use mesh::ParallelLayout;
 use serde::Serialize;
@@ -34,8 +34,20 @@ struct Row {
 #[derive(Serialize)]
 #[serde(untagged)]
 enum State {
-    Whole { complete: bool, created: String, bytes: u64, consumed_samples: u64, layout: ParallelLayout },
-    Broken { complete: bool, code: String, reason: String },
+    Whole {
+        complete: bool,
+        created: String,
+        bytes: u64,
+        consumed_samples: u64,
+        layout: ParallelLayout,
+        #[serde(skip)]
+        layout_text: String,
+    },
+    Broken {
+        complete: bool,
+        code: String,
+        reason: String,
+    },
 }
 
 /// Lists a run.
@@ -52,6 +64,7 @@ pub(crate) fn run(args: &LsArgs, output: &Output) -> anyhow::Result<ExitCode> {
                     bytes: commit.files.iter().map(|file| file.bytes).sum(),
                     consumed_samples: commit.run.counters.consumed_train_samples,
                     layout: commit.run.layout,
+                    layout_text: saved_layout(commit),
                 }
             }
             Err(OpenError::Store(error)) if !error.is_not_found() => return Err(error.into()),
@@ -75,13 +88,13 @@ impl fmt::Display for Listing {
             return write!(f, "no checkpoints in `{}`", self.run);
         }
         let row = |row: &Row| match &row.state {
-            State::Whole { created, bytes, consumed_samples, layout, .. } => vec![
+            State::Whole { created, bytes, consumed_samples, layout_text, .. } => vec![
                 row.step.to_string(),
                 "complete".into(),
                 human_bytes(*bytes),
                 format!("{consumed_samples} samples"),
                 created.clone(),
-                layout.to_string(),
+                layout_text.clone(),
             ],
             State::Broken { code, reason, .. } => {
                 vec![row.step.to_string(), "not whole".into(), format!("{code}: {reason}")]

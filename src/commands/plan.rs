@@ -18,7 +18,8 @@ pub(crate) struct PlanArgs {
     /// RUN, RUN@STEP or the folder of a step
     #[arg(value_name = "CKPT")]
     checkpoint: Location,
-    /// Ranks of the job [default: as saved; with --data-parallel-size TP × PP × CP × GTP × DP]
+    /// Ranks of the job [default: as saved; with --data-parallel-size TP × PP × CP × GTP × DP]. Without this and any degree the
+    /// saved layout is planned
     #[arg(long, visible_alias = "nproc-per-node", value_name = "RANKS")]
     world_size: Option<u32>,
     #[command(flatten)]
@@ -32,15 +33,20 @@ struct Plan {
     step: u64,
     #[serde(flatten)]
     change: LayoutChange,
+    /// What all ranks read from the store, random streams aside.
+    bytes_read: u64,
+    /// What one rank reads at most.
+    rank_bytes_read_max: u64,
+    sp_degree: Numbers,
     /// Microbatches of a step.
-    microbatches: Microbatches,
+    microbatches: Numbers,
     resume: ResumePlan,
     /// Every number of the target with its origin.
     explained: Vec<Explained>,
 }
 
 #[derive(Serialize)]
-struct Microbatches {
+struct Numbers {
     saved: u64,
     target: u64,
 }
@@ -73,8 +79,19 @@ pub(crate) fn run(args: &PlanArgs, output: &Output) -> anyhow::Result<ExitCode> 
         seq_length: Some(saved.parallel.seq_length()),
         ..ParallelArgs::default()
     };
+    // As `train` would take the same flags: what is left out has its default. No flag at all is the layout as it is.
+    let layout = ParallelArgs {
+        micro_batch_size: None,
+        global_batch_size: None,
+        seq_length: None,
+        ..args.parallel.clone()
+    };
+    let stored = match (args.world_size, layout == ParallelArgs::default()) {
+        (None, true) => ParallelArgs::from(&saved.parallel),
+        _ => batch,
+    };
     let said =
-        ParallelArgs::merge(&[(Source::CommandLine, args.parallel.clone()), (Source::Checkpoint, batch)]);
+        ParallelArgs::merge(&[(Source::CommandLine, args.parallel.clone()), (Source::Checkpoint, stored)]);
     let world_size = match (args.world_size, args.parallel.data_parallel_size) {
         (None, None) => saved.parallel.layout().world_size(),
         (world_size, _) => resolve::world_size(world_size, said.args()),
@@ -99,12 +116,17 @@ fn plan(
     let changed = sizes.into_iter().filter(|(_, saved, wanted)| saved != wanted);
     let reasons: Vec<String> =
         changed.map(|(what, saved, wanted)| format!("the {what} changes from {saved} to {wanted}")).collect();
+    let change = plan_layout_change(checkpoint.catalog(), saved.layout(), target.layout())?;
+    let bytes_read = change.bytes_to_read(checkpoint.catalog());
     Ok(Plan {
         schema: "remesh.plan/1",
         run: checkpoint.store().to_string(),
         step: checkpoint.step(),
-        change: plan_layout_change(checkpoint.catalog(), saved.layout(), target.layout())?,
-        microbatches: Microbatches { saved: saved.num_microbatches(), target: target.num_microbatches() },
+        change,
+        bytes_read: bytes_read.iter().sum(),
+        rank_bytes_read_max: bytes_read.into_iter().max().unwrap_or(0),
+        sp_degree: Numbers { saved: saved.sp_degree().into(), target: target.sp_degree().into() },
+        microbatches: Numbers { saved: saved.num_microbatches(), target: target.num_microbatches() },
         resume: ResumePlan {
             next_sample: checkpoint.commit().run.counters.consumed_train_samples,
             exact: reasons.is_empty() && refused.is_none(),
@@ -121,7 +143,7 @@ fn plan(
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Plan { run, step, change, microbatches, resume, .. } = self;
+        let Plan { run, step, change, sp_degree, microbatches, resume, .. } = self;
         let recut = change.tensors.iter().filter(|tensor| tensor.cut != CutChange::Unchanged).count();
         match change.resume_in_place {
             true => writeln!(f, "step {step} of {run}: resume in place: 0 B to move")?,
@@ -137,9 +159,13 @@ impl fmt::Display for Plan {
             let same = if saved == target { "same" } else { "changed" };
             rows.push(vec![format!("  {name}"), saved.to_string(), target.to_string(), same.into()]);
         };
-        change.numbers.iter().for_each(|number| row(number.name, number.saved.into(), number.target.into()));
+        for number in &change.numbers {
+            row(number.name, number.saved.into(), number.target.into());
+            if number.name == "TP" {
+                row("SP degree", sp_degree.saved, sp_degree.target);
+            }
+        }
         row("microbatches a step", microbatches.saved, microbatches.target);
-        let most = change.ranks.iter().map(|rank| rank.bytes.wanted).max().unwrap_or(0);
         let exactness = match (&resume.refused, resume.exact) {
             (Some(Refused { code, message, help }), _) => {
                 ("note", format!("cannot be trained: {code} {message}; {help}"))
@@ -154,8 +180,8 @@ impl fmt::Display for Plan {
                 "reading",
                 format!(
                     "{} by all ranks, {} by one at most",
-                    human_bytes(change.bytes.wanted),
-                    human_bytes(most)
+                    human_bytes(self.bytes_read),
+                    human_bytes(self.rank_bytes_read_max)
                 ),
             ),
             ("data", format!("next sample {}, in the same order", resume.next_sample)),

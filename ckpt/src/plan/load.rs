@@ -137,7 +137,7 @@ impl LoadPlanError {
                     .to_owned()
             }
             LoadPlanError::Mismatch(_) => {
-                "`remesh inspect` shows the flags it was saved with; shapes and types must be those of the model".to_owned()
+                "`remesh inspect --json` shows the configuration it was saved with; shapes and types must be those of the model".to_owned()
             }
             LoadPlanError::NothingMatches { .. } => {
                 "this is the checkpoint of another model, or of one whose keys have other names; `remesh inspect` lists them"

@@ -4,7 +4,7 @@ use crate::args::TrainArgs;
 use crate::commands::train::start::Start;
 use crate::location::local_folder;
 use crate::metrics::{self, Metrics, MetricsFile};
-use crate::output::{Output, complain, human_bytes};
+use crate::output::{Output, complain, human_bytes, saved_layout};
 use crate::report::Refusal;
 use mesh::{ParallelLayout, Schedule};
 use serde::Serialize;
@@ -22,8 +22,14 @@ pub(super) struct Progress<'a> {
     /// Whether a first step that is not the saved run's ends this one.
     strict: bool,
     /// The run and the step that state is taken from.
-    loaded_from: (String, u64),
+    loaded_from: Option<LoadedFrom>,
     state: Mutex<State>,
+}
+
+struct LoadedFrom {
+    run: String,
+    step: u64,
+    layout: String,
 }
 
 struct State {
@@ -67,6 +73,11 @@ pub(super) struct ResumedLine {
     from_step: u64,
     saved_layout: ParallelLayout,
     layout: ParallelLayout,
+    /// For people, SP degree included.
+    #[serde(skip)]
+    saved_layout_text: String,
+    #[serde(skip)]
+    layout_text: String,
     tensors: usize,
     bytes: u64,
     seconds: f64,
@@ -117,10 +128,14 @@ impl<'a> Progress<'a> {
         output: &'a Output,
     ) -> anyhow::Result<Self> {
         let checkpoint = start.checkpoint.as_ref();
-        let loaded_from = checkpoint.map(|checkpoint| (checkpoint.store().to_string(), checkpoint.step()));
+        let loaded_from = checkpoint.map(|checkpoint| LoadedFrom {
+            run: checkpoint.store().to_string(),
+            step: checkpoint.step(),
+            layout: saved_layout(checkpoint.commit()),
+        });
         let own = args.logging.log_dir.clone().or(args.checkpoint.save.as_deref().and_then(local_folder));
         let mut earlier = Vec::new();
-        let loaded_folder = loaded_from.as_ref().and_then(|(run, _)| local_folder(run));
+        let loaded_folder = loaded_from.as_ref().and_then(|from| local_folder(&from.run));
         for folder in own.iter().chain(&loaded_folder) {
             earlier.extend(metrics::read(folder)?);
         }
@@ -129,7 +144,7 @@ impl<'a> Progress<'a> {
             config,
             log_interval: args.logging.log_interval.unwrap_or(1).max(1),
             strict: args.checkpoint.strict == Some(true),
-            loaded_from: loaded_from.unwrap_or_default(),
+            loaded_from,
             state: Mutex::new(State {
                 metrics: own.as_deref().map(MetricsFile::append_to).transpose()?,
                 earlier,
@@ -214,12 +229,15 @@ impl<'a> Progress<'a> {
     }
 
     fn resumed(&self, resumed: &Resumed) -> ResumedLine {
+        let from = self.loaded_from.as_ref().expect("only a run that loads resumes");
         ResumedLine {
             step: resumed.iteration,
-            from: self.loaded_from.0.clone(),
-            from_step: self.loaded_from.1,
+            from: from.run.clone(),
+            from_step: from.step,
             saved_layout: resumed.saved_layout,
             layout: *self.config.parallel.layout(),
+            saved_layout_text: from.layout.clone(),
+            layout_text: self.config.parallel.to_string(),
             tensors: resumed.num_tensors,
             bytes: resumed.bytes_read,
             seconds: resumed.seconds,
@@ -327,14 +345,15 @@ impl fmt::Display for Line {
 
 impl fmt::Display for ResumedLine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ResumedLine { step, from, from_step, saved_layout, layout, tensors, seconds, .. } = self;
+        let ResumedLine { step, from, from_step, tensors, seconds, .. } = self;
+        let (saved_layout, layout) = (&self.saved_layout_text, &self.layout_text);
         match step == from_step {
             true => write!(f, "resumed step {step} of {from}: {saved_layout} → ")?,
             false => write!(f, "step {step} with weights of step {from_step} of {from}: {saved_layout} → ")?,
         }
         match saved_layout == layout {
             true => f.write_str("the same")?,
-            false => layout.fmt(f)?,
+            false => f.write_str(layout)?,
         }
         write!(f, ", {tensors} tensors, {} in {seconds:.2} s, ", human_bytes(self.bytes))?;
         match self.level {
@@ -346,14 +365,22 @@ impl fmt::Display for ResumedLine {
 
 impl fmt::Display for L3 {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "L3 step {} ", self.step)?;
+        write!(f, "L3 step {}", self.step)?;
         match (self.identical, &self.earlier) {
-            _ if !self.not_expected.is_empty() => write!(f, "not expected: {}", self.not_expected.join("; ")),
-            (Some(false), Some(earlier)) => {
-                write!(f, "FAILED: {}, but {} has {earlier}", self.found, metrics::FILE_NAME)
+            _ if !self.not_expected.is_empty() => {
+                write!(f, " is not expected to equal the saved run's: {}", self.not_expected.join("; "))
             }
-            (Some(_), _) => f.write_str("is bit-identical"),
-            (None, _) => write!(f, "expected; {} has no earlier line of it", metrics::FILE_NAME),
+            (Some(false), Some(earlier)) => {
+                write!(f, " FAILED: {}, but {} has {earlier}", self.found, metrics::FILE_NAME)
+            }
+            (Some(_), _) => {
+                f.write_str(" equals the saved run's, bit for bit: loss, gradient norm and learning rate")
+            }
+            (None, _) => write!(
+                f,
+                " is expected to equal the saved run's; {} has no line of it to compare with",
+                metrics::FILE_NAME
+            ),
         }
     }
 }

@@ -52,7 +52,10 @@ fn damage_makes_an_older_step_stand_in_and_verify_names_it() {
     assert!(resumed.status.success(), "{noted}");
     assert!(noted.starts_with("step 4 is damaged and passed over: "), "{noted}");
     assert!(
-        said.starts_with("resumed step 2 of run: ") && said.contains("L3 step 3 is bit-identical"),
+        said.starts_with("resumed step 2 of run: ")
+            && said.contains(
+                "L3 step 3 equals the saved run's, bit for bit: loss, gradient norm and learning rate"
+            ),
         "{said}"
     );
     assert_eq!(metrics(folder, "run")[4..], metrics(folder, "straight")[2..]);

@@ -15,6 +15,7 @@ fn a_plan_leads_with_what_a_change_of_layout_really_does() {
                                saved  target
           world size           4      4       same
           TP                   1      1       same
+          SP degree            1      1       same
           PP                   1      1       same
           weight shards        2      2       same
           configured CP        1      2       changed
@@ -25,7 +26,7 @@ fn a_plan_leads_with_what_a_change_of_layout_really_does() {
           batch parallel size  4      1       changed
           microbatches a step  1      4       changed
 
-          reading    158.0 KiB by all ranks, 71.4 KiB by one at most
+          reading    207.0 KiB by all ranks, 111.5 KiB by one at most
           data       next sample 4, in the same order
           random     axes have other sizes: every rank derives its random streams anew; dropout and data order do not use them
           exactness  losses equal those of the run that never stopped, bit for bit
@@ -70,6 +71,39 @@ fn a_plan_leads_with_what_a_change_of_layout_really_does() {
     let said = ok(folder, "plan run --tp 4 --world-size 4");
     let line = said.lines().find(|line| line.starts_with("  note ")).unwrap();
     expect!["  note     cannot be trained: RM2003 TP 4 does not divide the 2 query groups: 2 % 4 != 0 (`decoder.layers.*.self_attention.linear_qkv.weight`); pick a TP size that divides the query groups: 1, 2"].assert_eq(line);
+}
+
+/// A plan of no layout is the layout as it is.
+#[test]
+fn without_layout_flags_the_saved_layout_is_planned() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 1 --tp 2 --sp --cp 2 --weight-shards 4 --save run"));
+    for flags in ["", "--mbs 2"] {
+        let plan: serde_json::Value =
+            serde_json::from_str(&ok(folder, &format!("plan run --json {flags}"))).unwrap();
+        assert_eq!(plan["target"], plan["saved"], "{flags}");
+        assert_eq!(plan["sp_degree"], serde_json::json!({ "saved": 2, "target": 2 }), "{flags}");
+        assert_eq!(plan["resume_in_place"], true, "{flags}");
+    }
+}
+
+/// Frames are 256 KiB, so that some ranks read more than they want.
+#[test]
+fn a_plan_tells_the_bytes_that_the_resume_then_reads() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let model = MODEL.replace("--hidden-size 16", "--hidden-size 512");
+    ok(folder, &format!("train {model} --train-iters 1 --dp 2 --nproc-per-node 2 --save run"));
+    for layout in ["--tp 2 --sp", "--weight-shards 4", "--cp 2"] {
+        let plan: serde_json::Value =
+            serde_json::from_str(&ok(folder, &format!("plan run --json {layout} --dp 1"))).unwrap();
+        let run = ok(folder, &format!("train {model} --train-iters 2 --load run --json {layout} --dp 1"));
+        let resumed: serde_json::Value = serde_json::from_str(run.lines().next().unwrap()).unwrap();
+        assert_eq!(resumed["event"], "resumed", "{layout}");
+        assert_eq!(plan["bytes_read"], resumed["bytes"], "{layout}");
+        assert!(plan["bytes_read"].as_u64() > plan["bytes"]["wanted"].as_u64(), "{layout}");
+    }
 }
 
 #[test]

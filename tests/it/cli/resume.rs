@@ -27,7 +27,10 @@ fn a_run_resumed_under_other_layouts_equals_the_one_that_never_stopped() {
         );
         assert!(resumed.ends_with(", verified L2"), "{resumed}");
         assert!(lines.next().unwrap().starts_with("step 3/4  loss "), "{said}");
-        assert_eq!(lines.next().unwrap(), "L3 step 3 is bit-identical");
+        assert_eq!(
+            lines.next().unwrap(),
+            "L3 step 3 equals the saved run's, bit for bit: loss, gradient norm and learning rate"
+        );
         assert_eq!(metrics(folder, name), straight[2..], "{name}");
         assert_eq!(ok(folder, &format!("digest {name} --json")), digest, "{name}");
     }
@@ -41,7 +44,12 @@ fn a_run_goes_on_from_its_own_newest_checkpoint_by_default() {
     ok(folder, &format!("train {flags} --train-iters 3 --save run"));
     let said = ok(folder, &format!("train {flags} --train-iters 4 --save run"));
     assert!(said.starts_with("resumed step 3 of run: "), "{said}");
-    assert!(said.contains("L3 step 4 expected; metrics.jsonl has no earlier line of it"), "{said}");
+    assert!(
+        said.contains(
+            "L3 step 4 is expected to equal the saved run's; metrics.jsonl has no line of it to compare with"
+        ),
+        "{said}"
+    );
     ok(folder, &format!("train {flags} --train-iters 4 --save straight"));
     assert_eq!(metrics(folder, "run"), metrics(folder, "straight"));
     // Nothing is left to do, and nothing is done.
@@ -137,7 +145,10 @@ fn going_back_sets_newer_checkpoints_aside_when_told_to() {
     let before = metrics(folder, "run");
     let said =
         ok(folder, &format!("train {MODEL} --train-iters 4 --save run --ckpt-step 2 --overwrite --cp 2"));
-    assert!(said.contains("L3 step 3 is bit-identical"), "{said}");
+    assert!(
+        said.contains("L3 step 3 equals the saved run's, bit for bit: loss, gradient norm and learning rate"),
+        "{said}"
+    );
     // Step 3 was set aside and not saved again.
     let listed: serde_json::Value = serde_json::from_str(&ok(folder, "ls run --json")).unwrap();
     let state =
@@ -216,7 +227,10 @@ fn less_than_the_whole_state_is_said_and_no_level_is_claimed() {
     let line = format!("train {MODEL} --train-iters 4 --load run@2 --save new --no-load-optim");
     let said = ok(folder, &line);
     assert!(said.contains(", verified what was loaded\n"), "{said}");
-    assert!(said.contains("L3 step 3 not expected: not restored: optimizer"), "{said}");
+    assert!(
+        said.contains("L3 step 3 is not expected to equal the saved run's: not restored: optimizer"),
+        "{said}"
+    );
     let said = refused(folder, &format!("{} --strict", line.replace("--save new", "--save strict")), 1);
     assert!(said.contains("RM3110"), "{said}");
     let line =
