@@ -1,21 +1,37 @@
 //! What was said about a run, by flags and by `remesh.toml`: one struct for both, `None` where nothing was said.
 //!
-//! Flags go over the file, field by field, before anything is derived; [`resolve`] then makes the configuration.
+//! Layers of it are merged by [`said`], field by field, before anything is derived; [`resolve`] then makes the configuration.
+//! A new flag is a field of a table here, its default in [`resolve`], and its value in [`said`].
 
 pub(crate) mod file;
 pub(crate) mod megatron;
 pub(crate) mod resolve;
+pub(crate) mod said;
 
-use mesh::ParallelArgs;
-use serde::Deserialize;
+use crate::output::Output;
+use megatron::MegatronFlags;
+use mesh::{Merged, ParallelArgs, Source};
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 use train::config::{EpochTail, LossAverage};
 use train::resume::RngPolicy;
 
-/// Everything that can be said about a run; each field but `parallelism` is a table of `remesh.toml`, too.
-#[derive(Clone, Debug, Default, PartialEq, clap::Args, Deserialize)]
+/// Everything that can be said about a run: the flags of `train` and `config`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct RunArgs {
+    /// Read settings from FILE, too; flags go over it
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    #[command(flatten)]
+    args: TrainArgs,
+    #[command(flatten)]
+    megatron: MegatronFlags,
+}
+
+/// Every setting of a run; each field but `parallelism` is a table of `remesh.toml`, too.
+#[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(crate) struct TrainArgs {
     #[command(flatten, next_help_heading = "Model")]
@@ -32,18 +48,21 @@ pub(crate) struct TrainArgs {
     pub(crate) logging: LoggingArgs,
 }
 
-/// Declares a table: its struct, and the rule that a stronger layer's values go over a weaker one's.
+/// Declares a table: its struct, the names of its fields, and how layers of it are merged.
 macro_rules! table {
     ($(#[$meta:meta])* struct $name:ident { $($(#[$field_meta:meta])* $field:ident: $type:ty,)* }) => {
-        #[derive(Clone, Debug, Default, PartialEq, clap::Args, Deserialize)]
+        #[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
         #[serde(default, deny_unknown_fields)]
         $(#[$meta])*
         pub(crate) struct $name { $($(#[$field_meta])* pub(crate) $field: Option<$type>,)* }
 
         impl $name {
-            /// These values, and where they say nothing those of `weaker`.
-            pub(crate) fn over(self, weaker: Self) -> Self {
-                $name { $($field: self.$field.or(weaker.$field),)* }
+            /// Keys of `remesh.toml`.
+            pub(crate) const NAMES: &[&str] = &[$(stringify!($field)),*];
+
+            /// Each value from the strongest of the layers that says it.
+            pub(crate) fn merge(layers: &[(Source, Self)]) -> Merged<Self> {
+                mesh::merge_layers! { $name, layers, $($field)* }
             }
         }
     };
@@ -251,6 +270,9 @@ table! {
         /// Resume from this step
         #[arg(long, value_name = "STEP")]
         ckpt_step: u64,
+        /// Take what neither flags nor --config say from the checkpoint: model, training and data order, not the layout
+        #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        use_checkpoint_args: bool,
         /// Set checkpoints in --save that are newer than the resumed step aside, once that is loaded
         #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         overwrite: bool,
@@ -297,7 +319,7 @@ table! {
 }
 
 /// `--lr-decay-style`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum DecayStyle {
     Constant,
@@ -310,7 +332,7 @@ pub(crate) enum DecayStyle {
 }
 
 /// `--lr-wsd-decay-style`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[value(rename_all = "snake_case")]
 pub(crate) enum WsdStyle {
@@ -321,7 +343,7 @@ pub(crate) enum WsdStyle {
 }
 
 /// `--numerics`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum NumericsArg {
     Canonical,
@@ -333,23 +355,26 @@ fn named<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     serde_json::from_value(text.into()).map_err(|error| error.to_string())
 }
 
-impl TrainArgs {
-    /// Flags over the file, apart from layout and batch, whose layers [`ParallelArgs::merge`] puts together.
-    pub(crate) fn over(self, file: TrainArgs) -> TrainArgs {
-        TrainArgs {
-            model: self.model.over(file.model),
-            parallelism: self.parallelism,
-            training: self.training.over_lengths(file.training),
-            data: self.data.over(file.data),
-            checkpoint: self.checkpoint.over(file.checkpoint),
-            logging: self.logging.over(file.logging),
+impl RunArgs {
+    /// What flags and file say; a line names the flags that make no difference.
+    ///
+    /// # Errors
+    /// Flags that ask for what is not done, and a file that cannot be read or understood.
+    pub(crate) fn layers(mut self, output: &Output) -> anyhow::Result<Vec<(Source, TrainArgs)>> {
+        let without_effect = self.megatron.check()?;
+        self.megatron.put_into(&mut self.args)?;
+        if !without_effect.is_empty() {
+            output.note(format!("no effect here: {}", without_effect.join(", ")));
         }
+        let file = self.config.as_deref().map(file::read).transpose()?.unwrap_or_default();
+        Ok(vec![(Source::CommandLine, self.args), (Source::ConfigFile, file)])
     }
 }
 
 impl TrainingArgs {
-    /// [`TrainingArgs::over`], where a length in steps goes over the same length in samples, and the other way round.
-    fn over_lengths(self, mut weaker: Self) -> Self {
+    /// Takes out of `weaker` what is said here in other words: a length in steps, in samples or as a part, and what fast
+    /// numerics do not have.
+    fn silence(&self, weaker: &mut Self) {
         if self.train_iters.is_some() || self.train_samples.is_some() {
             (weaker.train_iters, weaker.train_samples) = (None, None);
         }
@@ -366,6 +391,8 @@ impl TrainingArgs {
         if self.lr_wsd_decay_iters.is_some() || self.lr_wsd_decay_samples.is_some() {
             (weaker.lr_wsd_decay_iters, weaker.lr_wsd_decay_samples) = (None, None);
         }
-        self.over(weaker)
+        if self.numerics == Some(NumericsArg::Fast) {
+            (weaker.canonical_leaf_tokens, weaker.canonical_tp_leaves) = (None, None);
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! The commands, one a module: each takes its parsed arguments and returns the exit code or an error.
 
+pub(crate) mod config;
 pub(crate) mod demo;
 pub(crate) mod digest;
 pub(crate) mod inspect;

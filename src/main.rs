@@ -1,4 +1,4 @@
-//! The command line: `remesh train | data | inspect | ls | plan | verify | digest | demo`.
+//! The command line: `remesh train | config | data | inspect | ls | plan | verify | digest | demo`.
 //!
 //! A command's result goes to stdout, everything else to stderr; the exit codes are listed in `docs/cli.md`.
 
@@ -35,6 +35,9 @@ enum Command {
     Train(Box<commands::train::TrainCommand>),
     /// Say what a resume under another layout moves and changes, before it is done
     Plan(Box<commands::plan::PlanArgs>),
+    /// Show or check the settings of a run
+    #[command(subcommand)]
+    Config(commands::config::ConfigCommand),
     /// Prepare data
     #[command(subcommand)]
     Data(DataCommand),
@@ -70,6 +73,7 @@ fn execute(cli: Cli) -> anyhow::Result<ExitCode> {
     let output = cli.output.output();
     match cli.command {
         Command::Train(command) => commands::train::run(*command, &output),
+        Command::Config(command) => commands::config::run(command, &output),
         Command::Plan(args) => commands::plan::run(&args, &output),
         Command::Data(DataCommand::Tokenize(args)) => commands::tokenize::run(&args, &output),
         Command::Inspect(args) => commands::inspect::run(&args, &output),

@@ -34,8 +34,8 @@ pub use manifest::{
 };
 pub use open::{Checkpoint, Latest, OpenError, PassedOver, WrongFile};
 pub use plan::{
-    BadGlob, LoadPlan, LoadPlanError, Mismatch, OwnShard, PlanDigest, PlannedChunk, ReadItem, SavePlan,
-    SavePlanError, Strictness, own_shards, plan_load, plan_save,
+    BadGlob, Differing, LoadPlan, LoadPlanError, Mismatch, OwnShard, PlanDigest, PlannedChunk, ReadItem,
+    SavePlan, SavePlanError, Strictness, own_shards, plan_load, plan_save,
 };
 pub use publish::DestinationError;
 pub use saver::{Exchange, Failure, Readers, SaveError, SaveReport, Saver, Snapshot};

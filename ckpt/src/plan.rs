@@ -5,7 +5,7 @@ mod load;
 mod save;
 
 pub(crate) use load::plan_box;
-pub use load::{BadGlob, LoadPlan, LoadPlanError, Mismatch, ReadItem, Strictness, plan_load};
+pub use load::{BadGlob, Differing, LoadPlan, LoadPlanError, Mismatch, ReadItem, Strictness, plan_load};
 pub use save::{PlanDigest, PlannedChunk, SavePlan, SavePlanError, plan_save};
 
 use mesh::{Indivisible, ProcessGroups, Region, ShardedTensor, StateTable};

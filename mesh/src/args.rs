@@ -6,10 +6,9 @@
 
 use crate::config::{ParallelConfig, ParallelError, ParallelSettings, check_sequence_parallel, sp_degree};
 use crate::group_options::GroupOptions;
+use crate::layers::{Merged, Source};
 use crate::layout::{self, ConfiguredCp, ExpertSizes, LayoutError, LayoutSizes, ParallelLayout, RankOrder};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
-use std::fmt;
 
 /// Parallel degrees and batch sizes as they were said; `None` where nothing was.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -89,51 +88,20 @@ pub struct ParallelArgs {
     pub seq_length: Option<u64>,
 }
 
-/// Who said a value, the strongest first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Source {
-    /// A flag.
-    CommandLine,
-    /// The configuration file.
-    ConfigFile,
-    /// The arguments saved in a checkpoint.
-    Checkpoint,
-    /// The program that runs.
-    ProgramDefault,
-}
-
 /// Layers of arguments merged into one, with the source of each value.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct MergedArgs {
-    args: ParallelArgs,
-    /// By the names of the fields of [`ParallelArgs`].
-    sources: BTreeMap<&'static str, Source>,
-}
+pub type MergedArgs = Merged<ParallelArgs>;
 
 impl ParallelArgs {
     /// One set of arguments out of layers in any order: each value comes from the strongest source that says one.
     pub fn merge(layers: &[(Source, ParallelArgs)]) -> MergedArgs {
-        let mut layers: Vec<&(Source, ParallelArgs)> = layers.iter().collect();
-        layers.sort_by_key(|(source, _)| *source);
-        let mut merged = MergedArgs::default();
-        macro_rules! take {
-            ($($field:ident)*) => {$(
-                let strongest = layers.iter().find_map(|(source, args)| args.$field.clone().map(|value| (*source, value)));
-                if let Some((source, value)) = strongest {
-                    merged.args.$field = Some(value);
-                    merged.sources.insert(stringify!($field), source);
-                }
-            )*};
-        }
-        take! {
+        crate::merge_layers! {
+            ParallelArgs, layers,
             tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel
             tensor_parallel_num_weight_shards tensor_parallel_num_sequence_shards data_parallel_size
             expert_model_parallel_size expert_tensor_parallel_size expert_tensor_parallel_num_weight_shards
             num_distributed_optimizer_instances hierarchical_context_parallel_sizes rank_order
             micro_batch_size global_batch_size seq_length
         }
-        merged
     }
 }
 
@@ -164,16 +132,6 @@ impl From<&ParallelConfig> for ParallelArgs {
 }
 
 impl MergedArgs {
-    /// The values, whoever said them.
-    pub fn args(&self) -> &ParallelArgs {
-        &self.args
-    }
-
-    /// Who said the value of this field of [`ParallelArgs`]; `None` if nobody did.
-    pub fn source(&self, field: &str) -> Option<Source> {
-        self.sources.get(field).copied()
-    }
-
     /// The configuration on `world_size` ranks, the first of which is `rank_offset` in the job.
     ///
     /// # Errors
@@ -181,7 +139,7 @@ impl MergedArgs {
     pub fn resolve(&self, world_size: u32, rank_offset: u32) -> Result<ParallelConfig, ParallelError> {
         let layout = self.resolve_layout(world_size, rank_offset)?;
         self.resolve_groups(&layout)?;
-        let args = &self.args;
+        let args = self.args();
         let micro_batch_size =
             args.micro_batch_size.ok_or(ParallelError::Missing { flag: "micro-batch-size" })?;
         let one_microbatch = u64::from(micro_batch_size) * u64::from(layout.batch_parallel_size());
@@ -199,7 +157,7 @@ impl MergedArgs {
     /// # Errors
     /// What does not fit the layout, before any process group exists.
     pub fn resolve_groups(&self, layout: &ParallelLayout) -> Result<GroupOptions, ParallelError> {
-        let args = &self.args;
+        let args = self.args();
         let options = GroupOptions {
             num_distributed_optimizer_instances: args.num_distributed_optimizer_instances.unwrap_or(1),
             hierarchical_context_parallel_sizes: (args.hierarchical_context_parallel_sizes.clone())
@@ -215,7 +173,7 @@ impl MergedArgs {
     /// # Errors
     /// Sizes that are zero or do not divide, and missing sequence parallelism.
     pub fn resolve_layout(&self, world_size: u32, rank_offset: u32) -> Result<ParallelLayout, ParallelError> {
-        let args = &self.args;
+        let args = self.args();
         let tp = self.tp();
         let pp = args.pipeline_model_parallel_size.unwrap_or(1);
         let cp = args.context_parallel_size.unwrap_or(1);
@@ -263,7 +221,7 @@ impl MergedArgs {
     }
 
     fn resolve_experts(&self, world_size: u32) -> Result<ExpertSizes, ParallelError> {
-        let args = &self.args;
+        let args = self.args();
         let pp = args.pipeline_model_parallel_size.unwrap_or(1);
         let (ep, etp) = (
             args.expert_model_parallel_size.unwrap_or(1),
@@ -283,11 +241,11 @@ impl MergedArgs {
     }
 
     fn tp(&self) -> u32 {
-        self.args.tensor_model_parallel_size.unwrap_or(1)
+        self.args().tensor_model_parallel_size.unwrap_or(1)
     }
 
     fn sequence_parallel(&self) -> bool {
-        self.tp() > 1 && self.args.sequence_parallel == Some(true)
+        self.tp() > 1 && self.args().sequence_parallel == Some(true)
     }
 }
 
@@ -305,15 +263,4 @@ fn shards_beyond(
         return Err(ParallelError::WeightShards { flag, weight_shards, name, degree, valid });
     }
     Ok(weight_shards / degree)
-}
-
-impl fmt::Display for Source {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Source::CommandLine => "command line",
-            Source::ConfigFile => "configuration file",
-            Source::Checkpoint => "checkpoint",
-            Source::ProgramDefault => "program default",
-        })
-    }
 }

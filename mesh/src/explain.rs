@@ -1,7 +1,8 @@
 //! Where the numbers of a configuration come from, for people.
 
-use crate::args::{MergedArgs, Source};
+use crate::args::MergedArgs;
 use crate::config::ParallelConfig;
+use crate::layers::Source;
 use crate::layout::ExpertSizes;
 use serde::Serialize;
 use std::fmt;

@@ -78,6 +78,7 @@ mod config;
 mod explain;
 mod group_options;
 mod groups;
+mod layers;
 mod layout;
 mod placement;
 mod rank;
@@ -87,12 +88,13 @@ mod sequence;
 mod shape;
 mod shard;
 
-pub use args::{MergedArgs, ParallelArgs, Source};
+pub use args::{MergedArgs, ParallelArgs};
 pub use axis::{Axis, Grid};
 pub use config::{ParallelConfig, ParallelError, ParallelSettings};
 pub use explain::{Explained, Origin};
 pub use group_options::{GroupOptions, GroupOptionsError};
 pub use groups::{AllGatherRanks, Group, GroupKind, GroupTable, MissingGroups, ProcessGroups, UnknownGroup};
+pub use layers::{Merged, Source};
 pub use layout::{
     ConfiguredCp, ExpertSizes, LayoutError, LayoutSizes, MAX_RANKS, ParallelLayout, RankOrder, RuntimeCp,
 };

@@ -132,11 +132,6 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("ckpt-fully-parallel-save", Switch, Same),
     ("ckpt-fully-parallel-load", Switch, Same),
     ("dist-ckpt-optim-fully-reshardable", Switch, Same),
-    (
-        "use-checkpoint-args",
-        Switch,
-        Refused("a resume checks every flag against the checkpoint, and names what differs"),
-    ),
     ("async-save", Switch, NoEffect),
     ("no-save-optim", Switch, Refused("a checkpoint holds the whole state so far")),
     ("no-save-rng", Switch, Refused("a checkpoint holds the whole state so far")),

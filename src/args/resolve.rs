@@ -1,10 +1,12 @@
 //! From what was said to what holds: the one place where settings get their defaults.
 
+use crate::args::said::Said;
 use crate::args::{DecayStyle, ModelArgs, NumericsArg, TrainArgs, TrainingArgs, WsdStyle};
+use crate::location::local_folder;
 use crate::report::Refusal;
 use mesh::{
-    GroupOptions, LrDecayStyle, ParallelArgs, ParallelConfig, ScheduleConfig, ScheduleError, ScheduleUnit,
-    Warmup, WeightDecayStyle, WsdShape,
+    GroupOptions, LrDecayStyle, ParallelArgs, ParallelConfig, ParallelError, ScheduleConfig, ScheduleError,
+    ScheduleUnit, Warmup, WeightDecayStyle, WsdShape,
 };
 use train::config::{Canonical, ConfigError, ModelConfig, Numerics, OptimizerConfig, Precision, TrainConfig};
 
@@ -21,6 +23,51 @@ pub(crate) fn world_size(said: Option<u32>, args: &ParallelArgs) -> u32 {
         .into_iter()
         .fold(1, u32::saturating_mul)
     })
+}
+
+/// Checks that everything was said that has no default, and that no checkpoint may give.
+///
+/// # Errors
+/// All that was not.
+pub(crate) fn require(args: &TrainArgs) -> Result<(), Refusal> {
+    let TrainArgs { model, parallelism, training, data, checkpoint, .. } = args;
+    // Where there is nothing to resume, the schedule has to be said.
+    let is_there = |save: &String| local_folder(save).is_none_or(|folder| folder.exists());
+    let may_resume = checkpoint.load.is_some() || checkpoint.save.as_ref().is_some_and(is_there);
+    let said = [
+        ("num-layers", model.num_layers.is_some()),
+        ("hidden-size", model.hidden_size.is_some()),
+        ("num-attention-heads", model.num_attention_heads.is_some()),
+        ("seq-length", parallelism.seq_length.is_some()),
+        ("micro-batch-size", parallelism.micro_batch_size.is_some()),
+        ("train-iters", training.train_iters.is_some() || training.train_samples.is_some()),
+        ("lr", training.lr.is_some() || may_resume),
+        ("data-path", data.data_path.is_some()),
+    ];
+    let flags: Vec<&str> = said.iter().filter(|(_, is_said)| !is_said).map(|(flag, _)| *flag).collect();
+    let names: Vec<String> = flags.iter().map(|flag| format!("`--{flag}`")).collect();
+    Err(match flags[..] {
+        [] => return Ok(()),
+        ["data-path"] => {
+            let help = "`remesh data tokenize FILE -o PREFIX` makes one";
+            Refusal::usage("RM6004", "`--data-path` is not set", help)
+        }
+        [flag] => missing(flag),
+        _ => {
+            let help = "give them, or the same names with underscores in the configuration file; `remesh train --help` \
+                        explains each";
+            Refusal::usage("RM6004", format!("{} are not set", names.join(", ")), help)
+        }
+    })
+}
+
+/// The layout and the batch of a run.
+///
+/// # Errors
+/// A layout that cannot be.
+pub(crate) fn parallel(said: &Said) -> Result<ParallelConfig, ParallelError> {
+    let world_size = world_size(said.args.training.nproc_per_node, said.parallelism.args());
+    said.parallelism.resolve(world_size, 0)
 }
 
 /// The configuration of a run over `parallel`. `vocab_size` is the data's. What goes on from `saved` keeps its schedule and

@@ -3,19 +3,18 @@
 mod progress;
 mod start;
 
-use crate::args::megatron::MegatronFlags;
-use crate::args::{CheckpointArgs, TrainArgs, file, resolve};
+use crate::args::said::{Said, settings_of};
+use crate::args::{CheckpointArgs, RunArgs, TrainArgs, resolve};
 use crate::commands::tokenize::Tokenizer;
 use crate::output::{Output, complain};
 use crate::report::{Refusal, failure, is_damage};
 use anyhow::Context;
 use ckpt::Saver;
-use mesh::{ParallelArgs, ParallelConfig, Source};
+use mesh::{ParallelConfig, Source};
 use progress::{Line, Progress};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag;
 use start::Start;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -28,20 +27,15 @@ use train::run::{Event, Job, RunEnd, RunName, SavePolicy};
 /// Flags of `remesh train`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct TrainCommand {
-    /// Read settings from FILE, too; flags go over it
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
     /// Print where every number of the layout comes from
     #[arg(long, short)]
     verbose: bool,
     #[command(flatten)]
-    args: TrainArgs,
-    #[command(flatten)]
-    megatron: MegatronFlags,
+    run: RunArgs,
 }
 
 /// What was said, merged, with the layout resolved.
-struct Said {
+struct Prepared {
     args: TrainArgs,
     parallel: ParallelConfig,
     /// Token ids, by the data's tokenizer.
@@ -52,7 +46,7 @@ struct Said {
 /// Trains; exit code 75 if a signal ended the run after a complete save.
 pub(crate) fn run(command: TrainCommand, output: &Output) -> anyhow::Result<ExitCode> {
     let signals = Signals::register()?;
-    let said = merge(command, output)?;
+    let said = prepare(command, output)?;
     let mut damaged = Vec::new();
     loop {
         let start = start::find(&said.args.checkpoint, damaged.last().copied())?;
@@ -68,40 +62,39 @@ pub(crate) fn run(command: TrainCommand, output: &Output) -> anyhow::Result<Exit
     }
 }
 
-fn merge(mut command: TrainCommand, output: &Output) -> anyhow::Result<Said> {
-    let without_effect = command.megatron.check()?;
-    command.megatron.put_into(&mut command.args)?;
-    if !without_effect.is_empty() {
-        output.note(format!("no effect here: {}", without_effect.join(", ")));
+/// What flags, file and, if they ask for it, the checkpoint say.
+///
+/// # Errors
+/// What cannot be read or understood.
+pub(crate) fn said(run: RunArgs, output: &Output) -> anyhow::Result<Said> {
+    let said = Said::merge(run.layers(output)?);
+    if said.args.checkpoint.use_checkpoint_args != Some(true) {
+        return Ok(said);
     }
-    let file = command.config.as_deref().map(file::read).transpose()?.unwrap_or_default();
-    let layers = [
-        (Source::CommandLine, command.args.parallelism.clone()),
-        (Source::ConfigFile, file.parallelism.clone()),
-    ];
-    let merged = ParallelArgs::merge(&layers);
-    let args = command.args.over(file);
-    let world_size = resolve::world_size(args.training.nproc_per_node, merged.args());
-    let parallel = merged.resolve(world_size, 0)?;
-    resolve::check_groups(&merged.resolve_groups(parallel.layout())?)?;
+    let start = start::find(&said.args.checkpoint, None)?;
+    let Some(checkpoint) = start.checkpoint else { return Ok(said) };
+    let saved = SavedRun::of(checkpoint.commit())?;
+    Ok(said.over((Source::Checkpoint, settings_of(&saved.config))))
+}
+
+fn prepare(command: TrainCommand, output: &Output) -> anyhow::Result<Prepared> {
+    let said = said(command.run, output)?;
+    resolve::require(&said.args)?;
+    let parallel = resolve::parallel(&said)?;
+    resolve::check_groups(&said.parallelism.resolve_groups(parallel.layout())?)?;
     if command.verbose {
-        merged.explain(&parallel).iter().for_each(|line| output.note(line));
+        said.parallelism.explain(&parallel).iter().for_each(|line| output.note(line));
     }
+    let args = said.args;
     resolve::check_flags(&args, parallel)?;
-    let data = args.data.data_path.as_deref().ok_or_else(|| {
-        Refusal::usage(
-            "RM6004",
-            "`--data-path` is not set",
-            "`remesh data tokenize FILE -o PREFIX` makes one",
-        )
-    })?;
+    let data = args.data.data_path.as_deref().expect("it is required");
     let vocab_size = Tokenizer::open(data)?.map(|tokenizer| tokenizer.vocab_size);
     let tokens = TokenFile::open(data)?;
-    Ok(Said { args, parallel, vocab_size, tokens })
+    Ok(Prepared { args, parallel, vocab_size, tokens })
 }
 
 fn train_from(
-    said: &Said,
+    said: &Prepared,
     start: &Start,
     damaged: &[u64],
     signals: &Signals,

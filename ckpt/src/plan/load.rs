@@ -112,10 +112,21 @@ pub struct Mismatch {
     pub missing: Vec<TensorKey>,
     /// Stored and not wanted.
     pub extra: Vec<TensorKey>,
-    /// Key, stored and wanted shape.
-    pub shapes: Vec<(TensorKey, Shape, Shape)>,
-    /// Key, stored and wanted type.
-    pub dtypes: Vec<(TensorKey, DType, DType)>,
+    /// Shapes that differ.
+    pub shapes: Vec<Differing<Shape>>,
+    /// Element types that differ.
+    pub dtypes: Vec<Differing<DType>>,
+}
+
+/// A property of a tensor that the checkpoint has otherwise than it is wanted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Differing<T> {
+    /// Which tensor.
+    pub key: TensorKey,
+    /// In the checkpoint.
+    pub stored: T,
+    /// In the model.
+    pub wanted: T,
 }
 
 impl LoadPlanError {
@@ -164,13 +175,13 @@ impl fmt::Display for Mismatch {
             list("stored but not wanted", self.extra.iter().map(key)),
             list(
                 "of another shape",
-                self.shapes.iter().map(|(key, stored, wanted)| {
+                self.shapes.iter().map(|Differing { key, stored, wanted }| {
                     format!("`{key}` ({stored} in the checkpoint, {wanted} in the model)")
                 }),
             ),
             list(
                 "of another type",
-                self.dtypes.iter().map(|(key, stored, wanted)| {
+                self.dtypes.iter().map(|Differing { key, stored, wanted }| {
                     format!("`{key}` ({stored} in the checkpoint, {wanted} in the model)")
                 }),
             ),
@@ -232,11 +243,19 @@ pub fn plan_load(
         let Some(index) = index_of(&want.key) else { continue };
         let tensor = &stored.tensors()[index];
         if tensor.shape != want.global_shape {
-            mismatch.shapes.push((want.key.clone(), tensor.shape.clone(), want.global_shape.clone()));
+            mismatch.shapes.push(Differing {
+                key: want.key.clone(),
+                stored: tensor.shape.clone(),
+                wanted: want.global_shape.clone(),
+            });
             continue;
         }
         if tensor.dtype != want.dtype {
-            mismatch.dtypes.push((want.key.clone(), tensor.dtype, want.dtype));
+            mismatch.dtypes.push(Differing {
+                key: want.key.clone(),
+                stored: tensor.dtype,
+                wanted: want.dtype,
+            });
             continue;
         }
         if want.region.is_empty() {

@@ -229,3 +229,78 @@ fn flags_of_launch_scripts_mean_what_they_say() {
     assert!(refused(folder, &format!("{tied} raise_all"), 2).contains("`output_layer.weight`"));
     ok(folder, &format!("{tied} assume_ok_unexpected"));
 }
+
+#[test]
+fn every_setting_is_shown_with_its_origin_and_can_be_fed_back() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let file = "[training]\nseed = 7\nlr = 5e-3\n[parallelism]\ntensor_model_parallel_size = 2\n";
+    std::fs::write(folder.join("run.toml"), file).unwrap();
+    let flags = format!("{MODEL} --train-samples 8 --config run.toml");
+    let shown = ok(folder, &format!("config show {flags}"));
+    for line in [
+        "seed = 7  # configuration file",
+        "lr = 0.01  # command line",
+        "tensor_model_parallel_size = 2  # configuration file",
+        "tensor_parallel_num_weight_shards = 2  # built-in",
+        "train_samples = 8  # command line",
+        "hidden_dropout = 0.1  # command line",
+        "adam_beta1 = 0.9  # built-in",
+        "vocab_size = 257  # built-in",
+    ] {
+        assert!(shown.lines().any(|shown| shown == line), "`{line}` is not in\n{shown}");
+    }
+    assert!(!shown.contains("train_iters"), "{shown}");
+    std::fs::write(folder.join("shown.toml"), shown).unwrap();
+    ok(folder, "train --config shown.toml --save fed");
+    ok(folder, &format!("train {flags} --save said"));
+    assert_eq!(metrics(folder, "fed"), metrics(folder, "said"));
+    let json: serde_json::Value =
+        serde_json::from_str(&ok(folder, &format!("config show --json {flags}"))).unwrap();
+    let seed = serde_json::json!({ "value": 7, "origin": "config_file" });
+    assert_eq!(json["settings"]["training"]["seed"], seed);
+}
+
+#[test]
+fn all_that_is_missing_or_wrong_is_said_at_once() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    expect![[r#"
+        Error: RM6004
+
+          × `--hidden-size`, `--num-attention-heads`, `--seq-length`, `--micro-batch-size`, `--train-iters`, `--lr`, `--data-path` are not set
+          help: give them, or the same names with underscores in the configuration file; `remesh train --help` explains each
+    "#]]
+    .assert_eq(&refused(folder, "train --num-layers 1 --save run", 2));
+    expect![[r#"
+        Error: RM6006
+
+          × `--hidden-size`, `--num-attention-heads`, `--seq-length`, `--micro-batch-size`, `--train-iters`, `--lr`, `--data-path` are not set; weight shards 3 ÷ TP 2 is not exact
+          help: mend one after the other; `remesh config check` says what is left
+    "#]]
+    .assert_eq(&refused(folder, "config check --num-layers 1 --tp 2 --weight-shards 3", 2));
+    assert!(refused(folder, &format!("config check {MODEL} --train-iters 1 --tp 4"), 2).contains("RM2003"));
+    ok(folder, &format!("config check {MODEL} --train-iters 1"));
+}
+
+/// Model, training and data order come from the checkpoint; the layout from flags, as ever.
+#[test]
+fn settings_that_nobody_says_come_from_the_checkpoint_if_asked_for() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --seed 7 --train-iters 4 --save straight"));
+    ok(folder, &format!("train {MODEL} --seed 7 --train-iters 2 --lr-decay-iters 4 --save run"));
+    let flags = "--use-checkpoint-args --data-path tokens --train-iters 4 --save run --tp 2";
+    let shown = ok(folder, &format!("config show {flags}"));
+    for line in [
+        "seed = 7  # checkpoint",
+        "lr_decay_samples = 16  # checkpoint",
+        "train_iters = 4  # command line",
+        "tensor_model_parallel_size = 2  # command line",
+        "context_parallel_size = 1  # built-in",
+    ] {
+        assert!(shown.lines().any(|shown| shown == line), "`{line}` is not in\n{shown}");
+    }
+    ok(folder, &format!("train {flags}"));
+    assert_eq!(metrics(folder, "run"), metrics(folder, "straight"));
+}

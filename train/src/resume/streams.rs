@@ -4,7 +4,7 @@ use crate::resume::{Resume, ResumeError};
 use crate::rng::StreamName;
 use crate::state::{RunState, Streams};
 use crate::step::Trainer;
-use ckpt::{LoadPlanError, Mismatch, StoredTensor};
+use ckpt::{Differing, LoadPlanError, Mismatch, StoredTensor};
 use mesh::{DType, GroupKind, ProcessGroups, Region, Shape};
 use serde::{Deserialize, Serialize};
 
@@ -131,7 +131,7 @@ fn read_cells(
 ) -> Result<Vec<u32>, ResumeError> {
     let cell = &stored.shape.dims()[3..];
     if stored.dtype != DType::U32 {
-        let dtypes = vec![(stored.key.clone(), stored.dtype, DType::U32)];
+        let dtypes = vec![Differing { key: stored.key.clone(), stored: stored.dtype, wanted: DType::U32 }];
         return Err(LoadPlanError::Mismatch(Mismatch { dtypes, ..Mismatch::default() }.into()).into());
     }
     let region = Region::new(&[lo, &[0, 0]].concat(), &[hi, cell].concat());
