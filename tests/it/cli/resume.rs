@@ -248,10 +248,15 @@ fn fast_numerics_and_bf16_are_kept_by_a_resume_which_expects_equal_bits_under_th
     let line = format!("train {MODEL} --train-iters 4");
     ok(folder, &format!("{line} --numerics fast --bf16 --save run --save-interval 2"));
     let said = ok(folder, &format!("{line} --load run@2 --save same"));
-    assert!(said.contains("L3 step 3 is bit-identical"), "{said}");
+    assert!(said.contains("L3 step 3 equals the saved run's, bit for bit"), "{said}");
     assert_eq!(metrics(folder, "same"), metrics(folder, "run")[2..]);
     let said = ok(folder, &format!("{line} --load run@2 --save other --tp 2 --strict"));
-    assert!(said.contains("not expected: other layout (fast numerics) than in the checkpoint"), "{said}");
+    assert!(
+        said.contains(
+            "is not expected to equal the saved run's: other layout (fast numerics) than in the checkpoint"
+        ),
+        "{said}"
+    );
     expect![[r#"
         Error: RM3001
 
