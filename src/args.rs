@@ -15,7 +15,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::num::NonZeroU32;
 use std::path::PathBuf;
-use train::config::{EpochTail, LossAverage};
+use train::config::{EpochTail, LossAverage, Normalization};
 use train::resume::RngPolicy;
 
 /// Everything that can be said about a run: the flags of `train` and `config`.
@@ -75,6 +75,16 @@ table! {
         .help("Keep the output layer apart from the word embedding")
         .action(clap::ArgAction::SetTrue)
         .overrides_with("tie_embeddings"))]
+    #[command(arg = clap::Arg::new("no_swiglu")
+        .long("no-swiglu")
+        .help("Plain feed-forward blocks: GELU by the error function")
+        .action(clap::ArgAction::SetTrue)
+        .overrides_with("swiglu"))]
+    #[command(arg = clap::Arg::new("disable_bias_linear")
+        .long("disable-bias-linear")
+        .help("Leave projections without biases")
+        .action(clap::ArgAction::SetTrue)
+        .overrides_with("add_bias_linear"))]
     struct ModelArgs {
         /// Decoder layers (required)
         #[arg(long, value_name = "LAYERS")]
@@ -82,7 +92,8 @@ table! {
         /// Hidden size (required)
         #[arg(long, value_name = "SIZE")]
         hidden_size: usize,
-        /// Width of gate and of up [default: ⌊8 × hidden size ÷ 3 ÷ 64⌋ × 64, as Megatron's for SwiGLU]
+        /// Width of the feed-forward blocks, for SwiGLU that of gate and of up [default: ⌊8 × hidden size ÷ 3 ÷ 64⌋ × 64, as
+        /// Megatron's for SwiGLU; else 4 × hidden size]
         #[arg(long, value_name = "SIZE")]
         ffn_hidden_size: usize,
         /// Query heads (required; a multiple of the query groups)
@@ -110,12 +121,47 @@ table! {
             overrides_with = "untie_embeddings_and_output_weights"
         )]
         tie_embeddings: bool,
-        /// RMSNorm ε [default: 1e-5]
+        /// Kind of the norms: RMSNorm, LayerNorm [default: RMSNorm]
+        #[arg(long, value_parser = named::<Normalization>, value_name = "KIND")]
+        normalization: Normalization,
+        /// ε of the norms [default: 1e-5]
         #[arg(long, value_name = "EPSILON")]
         norm_epsilon: f32,
+        /// Where positions come in: rope, learned_absolute [default: rope]
+        #[arg(long, value_enum, value_name = "TYPE")]
+        position_embedding_type: PositionEmbeddingType,
+        /// Rows of the table of learned positions [default: the sequence length; at least that]
+        #[arg(long, value_name = "POSITIONS")]
+        max_position_embeddings: usize,
         /// Base of the rotary angles [default: 10000]
         #[arg(long, value_name = "BASE")]
         rotary_base: f64,
+        /// SwiGLU in the feed-forward blocks [default: on]
+        #[arg(
+            long,
+            num_args = 0..=1,
+            require_equals = true,
+            default_missing_value = "true",
+            default_value_if("no_swiglu", "true", "false"),
+            overrides_with = "no_swiglu"
+        )]
+        swiglu: bool,
+        /// GELU by the hyperbolic tangent, as GPT-2 has it, in place of SwiGLU [default: off]
+        #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        openai_gelu: bool,
+        /// Biases in all projections of a layer [default: off]
+        #[arg(
+            long,
+            num_args = 0..=1,
+            require_equals = true,
+            default_missing_value = "true",
+            default_value_if("disable_bias_linear", "true", "false"),
+            overrides_with = "disable_bias_linear"
+        )]
+        add_bias_linear: bool,
+        /// Biases of queries, keys and values, as Qwen2 has them [default: off]
+        #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        add_qkv_bias: bool,
         /// Probability of the hidden dropouts, from 0 to below 1 [default: 0]
         #[arg(long, value_name = "P")]
         hidden_dropout: f32,
@@ -340,6 +386,15 @@ pub(crate) enum WsdStyle {
     Linear,
     Cosine,
     MinusSqrt,
+}
+
+/// `--position-embedding-type`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub(crate) enum PositionEmbeddingType {
+    Rope,
+    LearnedAbsolute,
 }
 
 /// `--numerics`

@@ -1,7 +1,7 @@
 //! Megatron's flags that are no setting here: what they ask for happens anyway, or makes no difference to the numbers, or is
 //! refused with the reason. A launch script can be pasted, and nothing in it is ignored in silence.
 
-use crate::args::TrainArgs;
+use crate::args::{PositionEmbeddingType, TrainArgs};
 use crate::report::Refusal;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
@@ -33,11 +33,14 @@ use Kind::{Switch, Value};
 
 /// Token losses are averaged over tokens.
 const PER_TOKEN_LOSS: &str = "calculate-per-token-loss";
+/// Queries and keys are rotated.
+const ROTARY: &str = "use-rotary-position-embeddings";
 /// What happens where the tensors of model and checkpoint are not the same.
 const STRICTNESS: &str = "dist-ckpt-strictness";
 
 const PRECISION: &str = "the trainer computes in f32 or bf16 so far";
-const LLAMA: &str = "the one model so far is Llama-like: RMSNorm, rotary positions, SwiGLU, no biases";
+const MODEL: &str =
+    "models so far have RMSNorm or LayerNorm, SwiGLU or GELU, plain rotary or learned positions";
 const STAGE: &str = "the trainer runs one pipeline stage so far";
 const EXPERTS: &str = "there are no experts so far";
 const WHOLE_SAMPLES: &str = "samples are cut across documents without masks so far";
@@ -49,29 +52,21 @@ const NODES: &str = "ranks are threads of one process so far";
 
 const FLAGS: &[(&str, Kind, Verdict)] = &[
     // Model.
-    ("swiglu", Switch, Same),
-    ("no-swiglu", Switch, Refused(LLAMA)),
-    ("squared-relu", Switch, Refused(LLAMA)),
-    ("disable-bias-linear", Switch, Same),
-    ("add-bias-linear", Switch, Refused(LLAMA)),
-    ("add-qkv-bias", Switch, Refused(LLAMA)),
-    ("normalization", Value, SameFor(&["RMSNorm"], LLAMA)),
-    ("qk-layernorm", Switch, Refused(LLAMA)),
-    ("apply-layernorm-1p", Switch, Refused(LLAMA)),
-    ("position-embedding-type", Value, SameFor(&["rope"], LLAMA)),
-    ("use-rotary-position-embeddings", Switch, Same),
+    ("squared-relu", Switch, Refused(MODEL)),
+    ("qk-layernorm", Switch, Refused(MODEL)),
+    ("apply-layernorm-1p", Switch, Refused(MODEL)),
+    (ROTARY, Switch, Same),
     ("no-position-embedding", Switch, Same),
-    ("rotary-percent", Value, SameFor(&["1", "1.0"], LLAMA)),
-    ("rotary-interleaved", Switch, Refused(LLAMA)),
-    ("rotary-seq-len-interpolation-factor", Value, SameFor(&["1"], LLAMA)),
-    ("use-rope-scaling", Switch, Refused(LLAMA)),
-    ("max-position-embeddings", Value, NoEffect),
+    ("rotary-percent", Value, SameFor(&["1", "1.0"], MODEL)),
+    ("rotary-interleaved", Switch, Refused(MODEL)),
+    ("rotary-seq-len-interpolation-factor", Value, SameFor(&["1"], MODEL)),
+    ("use-rope-scaling", Switch, Refused(MODEL)),
     ("make-vocab-size-divisible-by", Value, NoEffect),
     ("attention-softmax-in-fp32", Switch, Same),
-    ("window-size", Value, Refused(LLAMA)),
-    ("multi-latent-attention", Switch, Refused(LLAMA)),
+    ("window-size", Value, Refused(MODEL)),
+    ("multi-latent-attention", Switch, Refused(MODEL)),
     ("num-experts", Value, Refused(EXPERTS)),
-    ("mtp-num-layers", Value, Refused(LLAMA)),
+    ("mtp-num-layers", Value, Refused(MODEL)),
     // Precision.
     ("fp16", Switch, Refused(PRECISION)),
     ("fp8-format", Value, Refused(PRECISION)),
@@ -220,6 +215,14 @@ impl MegatronFlags {
                 (PER_TOKEN_LOSS, _) if args.training.loss_average == Some(LossAverage::Sample) => {
                     let message =
                         format!("`--{PER_TOKEN_LOSS}` and `--loss-average sample` contradict each other");
+                    return Err(Refusal::usage("RM6003", message, "leave one of them out"));
+                }
+                (ROTARY, _)
+                    if args.model.position_embedding_type == Some(PositionEmbeddingType::LearnedAbsolute) =>
+                {
+                    let message = format!(
+                        "`--{ROTARY}` and `--position-embedding-type learned_absolute` contradict each other"
+                    );
                     return Err(Refusal::usage("RM6003", message, "leave one of them out"));
                 }
                 (PER_TOKEN_LOSS, _) => args.training.loss_average = Some(LossAverage::Token),

@@ -1,14 +1,19 @@
 //! From what was said to what holds: the one place where settings get their defaults.
 
 use crate::args::said::Said;
-use crate::args::{DecayStyle, ModelArgs, NumericsArg, TrainArgs, TrainingArgs, WsdStyle};
+use crate::args::{
+    DecayStyle, ModelArgs, NumericsArg, PositionEmbeddingType, TrainArgs, TrainingArgs, WsdStyle,
+};
 use crate::location::local_folder;
 use crate::report::Refusal;
 use mesh::{
     GroupOptions, LrDecayStyle, ParallelArgs, ParallelConfig, ParallelError, ScheduleConfig, ScheduleError,
     ScheduleUnit, Warmup, WeightDecayStyle, WsdShape,
 };
-use train::config::{Canonical, ConfigError, ModelConfig, Numerics, OptimizerConfig, Precision, TrainConfig};
+use train::config::{
+    Activation, Biases, Canonical, ConfigError, ModelConfig, Numerics, OptimizerConfig, PositionEmbedding,
+    Precision, TrainConfig,
+};
 
 /// Ranks of the job: as said, or one copy of the model, times DP if that is said.
 pub(crate) fn world_size(said: Option<u32>, args: &ParallelArgs) -> u32 {
@@ -83,7 +88,7 @@ pub(crate) fn config(
 ) -> anyhow::Result<TrainConfig> {
     let training = &args.training;
     let global_batch_size = parallel.global_batch_size();
-    let model = model(&args.model, vocab_size)?;
+    let model = model(&args.model, vocab_size, parallel.seq_length() as usize)?;
     let numerics =
         numerics(training, &model, parallel.seq_length() as usize, saved.map(|saved| &saved.numerics))?;
     let precision = match training.bf16 {
@@ -204,7 +209,7 @@ fn missing(flag: &str) -> Refusal {
     )
 }
 
-fn model(args: &ModelArgs, vocab_size: Option<usize>) -> anyhow::Result<ModelConfig> {
+fn model(args: &ModelArgs, vocab_size: Option<usize>, seq_length: usize) -> anyhow::Result<ModelConfig> {
     let hidden_size = args.hidden_size.ok_or_else(|| missing("hidden-size"))?;
     let heads = args.num_attention_heads.ok_or_else(|| missing("num-attention-heads"))?;
     if args.group_query_attention == Some(true) && args.num_query_groups.is_none() {
@@ -225,15 +230,38 @@ fn model(args: &ModelArgs, vocab_size: Option<usize>) -> anyhow::Result<ModelCon
         .into());
     }
     let vocab_size = args.vocab_size.or(vocab_size);
+    let activation = match (args.swiglu, args.openai_gelu) {
+        (Some(true), Some(true)) => return Err(said_twice("swiglu", "openai_gelu").into()),
+        (_, Some(true)) => Activation::GeluTanh,
+        (Some(false), _) => Activation::Gelu,
+        _ => Activation::Swiglu,
+    };
+    let default_ffn = match activation {
+        Activation::Swiglu => hidden_size.saturating_mul(8) / 3 / 64 * 64,
+        Activation::Gelu | Activation::GeluTanh => hidden_size.saturating_mul(4),
+    };
     Ok(ModelConfig {
         num_layers: args.num_layers.ok_or_else(|| missing("num-layers"))?,
         hidden_size,
-        ffn_hidden_size: args.ffn_hidden_size.unwrap_or(hidden_size.saturating_mul(8) / 3 / 64 * 64),
+        ffn_hidden_size: args.ffn_hidden_size.unwrap_or(default_ffn),
         num_attention_heads: heads,
         num_query_groups: args.num_query_groups.unwrap_or(heads),
         kv_channels: args.kv_channels.unwrap_or(hidden_size / heads.max(1)),
         vocab_size: vocab_size.ok_or_else(|| missing("vocab-size"))?,
         tie_embeddings: args.tie_embeddings.unwrap_or(false),
+        normalization: args.normalization.unwrap_or_default(),
+        position_embedding: match args.position_embedding_type {
+            None | Some(PositionEmbeddingType::Rope) => PositionEmbedding::Rope,
+            Some(PositionEmbeddingType::LearnedAbsolute) => PositionEmbedding::LearnedAbsolute {
+                max_positions: args.max_position_embeddings.unwrap_or(seq_length),
+            },
+        },
+        activation,
+        biases: match (args.add_bias_linear, args.add_qkv_bias) {
+            (Some(true), _) => Biases::All,
+            (_, Some(true)) => Biases::Qkv,
+            _ => Biases::None,
+        },
         norm_epsilon: at_least_0("norm-epsilon", args.norm_epsilon.unwrap_or(1e-5))?,
         rotary_base: at_least_0("rotary-base", args.rotary_base.unwrap_or(10_000.0))?,
         hidden_dropout: args.hidden_dropout.unwrap_or(0.0),

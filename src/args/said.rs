@@ -1,11 +1,13 @@
 //! What flags, file and checkpoint said about a run, merged, with who said it.
 
 use crate::args::{
-    CheckpointArgs, DataArgs, DecayStyle, LoggingArgs, ModelArgs, NumericsArg, TrainArgs, TrainingArgs,
-    WsdStyle,
+    CheckpointArgs, DataArgs, DecayStyle, LoggingArgs, ModelArgs, NumericsArg, PositionEmbeddingType,
+    TrainArgs, TrainingArgs, WsdStyle,
 };
 use mesh::{LrDecayStyle, MergedArgs, ParallelArgs, Source, Warmup, WeightDecayStyle, WsdShape};
-use train::config::{ModelConfig, Numerics, OptimizerConfig, Precision, TrainConfig};
+use train::config::{
+    Activation, Biases, ModelConfig, Numerics, OptimizerConfig, PositionEmbedding, Precision, TrainConfig,
+};
 use train::resume::RngPolicy;
 
 /// Everything that was said, one value a setting.
@@ -143,12 +145,22 @@ fn model_settings(model: &ModelConfig) -> ModelArgs {
         kv_channels,
         vocab_size,
         tie_embeddings,
+        normalization,
         norm_epsilon,
+        position_embedding,
         rotary_base,
+        activation,
+        biases,
         hidden_dropout,
         attention_dropout,
         init_method_std,
     } = model;
+    let (position_embedding_type, max_position_embeddings) = match position_embedding {
+        PositionEmbedding::Rope => (PositionEmbeddingType::Rope, None),
+        PositionEmbedding::LearnedAbsolute { max_positions } => {
+            (PositionEmbeddingType::LearnedAbsolute, Some(*max_positions))
+        }
+    };
     ModelArgs {
         num_layers: Some(*num_layers),
         hidden_size: Some(*hidden_size),
@@ -159,7 +171,14 @@ fn model_settings(model: &ModelConfig) -> ModelArgs {
         kv_channels: Some(*kv_channels),
         vocab_size: Some(*vocab_size),
         tie_embeddings: Some(*tie_embeddings),
+        normalization: Some(*normalization),
         norm_epsilon: Some(*norm_epsilon),
+        position_embedding_type: Some(position_embedding_type),
+        max_position_embeddings,
+        swiglu: Some(*activation == Activation::Swiglu),
+        openai_gelu: Some(*activation == Activation::GeluTanh),
+        add_bias_linear: Some(*biases == Biases::All),
+        add_qkv_bias: Some(*biases != Biases::None),
         rotary_base: Some(*rotary_base),
         hidden_dropout: Some(*hidden_dropout),
         attention_dropout: Some(*attention_dropout),

@@ -5,7 +5,7 @@ use crate::support::{self, Layout, Tracing};
 use mesh::Warmup;
 use serde::Deserialize;
 use std::collections::BTreeMap;
-use train::config::{ModelConfig, Numerics};
+use train::config::{ModelConfig, Numerics, PositionEmbedding};
 
 #[derive(Deserialize)]
 struct Anchor {
@@ -81,9 +81,13 @@ fn follows_pytorch(name: &str, numerics: Option<Numerics>) {
             expected.final_norm
         );
         // A sum may cancel, so its error is measured against the norm; Adam turns the rounding of the smallest gradients into
-        // whole parts of an update, which add up over a tensor.
+        // whole parts of an update, which add up over a tensor. A bias of keys that are not rotated shifts all scores of a
+        // query alike: its gradients are nothing but rounding.
         let apart = (sum - expected.final_sum).abs() / expected.final_norm;
-        assert!(apart <= 5e-5, "sum of {key}: {sum} for {}", expected.final_sum);
+        let only_rounding =
+            c.model.position_embedding != PositionEmbedding::Rope && key.ends_with("qkv.bias");
+        let bound = if only_rounding { 1e-3 } else { 5e-5 };
+        assert!(apart <= bound, "sum of {key}: {sum} for {}", expected.final_sum);
     }
 }
 
@@ -111,4 +115,19 @@ fn ten_steps_follow_pytorch_with_as_many_groups_as_heads() {
 fn ten_steps_of_fast_numerics_follow_pytorch() {
     follows_pytorch("untied", Some(Numerics::Fast));
     follows_pytorch("dropout", Some(Numerics::Fast));
+}
+
+#[test]
+fn ten_steps_follow_pytorch_with_gpt2() {
+    follows_pytorch("gpt2", None);
+}
+
+#[test]
+fn ten_steps_follow_pytorch_with_gelu_and_biases_of_queries_keys_and_values() {
+    follows_pytorch("gelu_qkv_bias", None);
+}
+
+#[test]
+fn ten_steps_follow_pytorch_with_biases_beside_gates() {
+    follows_pytorch("swiglu_biases", None);
 }

@@ -1,15 +1,16 @@
 //! The layout matrix: losses, gradient norms and weights do not depend on the layout, bit for bit; what canonical numerics
 //! does not admit is refused with the numbers.
 
-use crate::support::{self, Layout, Trace, Tracing, difference, tiny_model, trace};
+use crate::support::{self, Layout, Trace, Tracing, difference, tiny_gpt2, tiny_mixture, tiny_model, trace};
 use expect_test::expect;
-use train::config::{ConfigError, TrainConfig};
+use train::config::{ConfigError, ModelConfig, TrainConfig};
 use train::data::TokenFile;
 
 const TRACING: Tracing = Tracing { steps: 2, mutate: None, poison: None };
 
 /// A model, sequence and batch whose layouts are compared with one another.
 struct Case {
+    model: fn(usize) -> ModelConfig,
     groups: usize,
     seq_length: u64,
     global_batch_size: u64,
@@ -17,17 +18,37 @@ struct Case {
 }
 
 /// 1, 2, 4 and 8 ranks.
-const POWERS: Case = Case { groups: 4, seq_length: 64, global_batch_size: 8, micro_batches: &[1, 2, 4, 8] };
+const POWERS: Case =
+    Case { model: tiny_model, groups: 4, seq_length: 64, global_batch_size: 8, micro_batches: &[1, 2, 4, 8] };
 /// TP 8 needs as many query groups.
 const EIGHT_GROUPS: Case = Case { groups: 8, ..POWERS };
 /// 3 and 6 ranks.
-const THREES: Case =
-    Case { groups: 2, seq_length: 96, global_batch_size: 24, micro_batches: &[1, 2, 3, 4, 6, 8, 12, 24] };
+const THREES: Case = Case {
+    groups: 2,
+    seq_length: 96,
+    global_batch_size: 24,
+    micro_batches: &[1, 2, 3, 4, 6, 8, 12, 24],
+    ..POWERS
+};
+/// As many groups as heads.
+const GPT2: Case = Case { model: tiny_gpt2, ..EIGHT_GROUPS };
+const MIXTURE: Case = Case { model: tiny_mixture, ..POWERS };
+
+/// Layouts of 8 ranks in which each pair of axes is above 1 together, with SP and without it.
+const COVERING: [Layout; 7] = [
+    Layout { tp: 8, sp: true, ..Layout::SINGLE },
+    Layout { tp: 2, sp: true, cp: 2, gtp: 2, mbs: 2, ..Layout::SINGLE },
+    Layout { tp: 2, sp: true, gtp: 2, nseq: 2, dp: 2, ..Layout::SINGLE },
+    Layout { tp: 2, cp: 2, dp: 2, mbs: 4, ..Layout::SINGLE },
+    Layout { tp: 4, gtp: 2, ..Layout::SINGLE },
+    Layout { cp: 2, gtp: 4, nseq: 2, ..Layout::SINGLE },
+    Layout { cp: 2, gtp: 2, dp: 2, mbs: 2, ..Layout::SINGLE },
+];
 
 impl Case {
     fn config(&self, layout: Layout) -> Result<TrainConfig, String> {
         let parallel = layout.parallel(self.seq_length, self.global_batch_size).map_err(|e| e.to_string())?;
-        let config = support::config(tiny_model(self.groups), parallel, 10);
+        let config = support::config((self.model)(self.groups), parallel, 10);
         config.check().map_err(|error: ConfigError| error.to_string())?;
         Ok(config)
     }
@@ -97,6 +118,18 @@ fn every_layout_with_tp_8_gives_the_same_bits() {
 #[test]
 fn every_layout_of_3_and_6_ranks_gives_the_same_bits() {
     assert_eq!(THREES.compare(&[3, 6], |_| true), 148);
+}
+
+#[test]
+fn layouts_of_gpt2_that_cover_all_axes_give_the_same_bits() {
+    assert_eq!(GPT2.compare(&[1, 2], |layout| layout.mbs == 1), 7);
+    assert_eq!(GPT2.compare(&[8], |layout| COVERING.contains(layout)), COVERING.len());
+}
+
+#[test]
+fn layouts_of_a_mixture_of_llama_and_gpt2_give_the_same_bits() {
+    let keep = |layout: &Layout| layout.tp < 8 && COVERING.contains(layout);
+    assert_eq!(MIXTURE.compare(&[8], keep), COVERING.len() - 1);
 }
 
 /// A sample whose losses are not a number: all ranks leave out that step and go on, whoever held the sample.

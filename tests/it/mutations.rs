@@ -62,14 +62,14 @@ fn each_collective_left_out_is_noticed() {
         mlp.gather_tokens_again: tp AllGather
         mlp.reduce: tp ReduceScatter(Tree)
         mlp.reduce_grad: tp ReduceScatter(Tree)
-        norm_weights.reduce_gtp: gtp_remat AllReduce(Fixed)
-        norm_weights.reduce_tp: tp AllReduce(Fixed)
         output.gather_tokens: tp AllGather
         output.reduce_grad: tp ReduceScatter(Tree)
         replica.gather_rows: dp_cp AllGather
         replica.scatter_grads: dp_cp ReduceScatter(Fixed)
         weight.gather: gtp_remat AllGather
-        weight.grad.scatter: gtp_remat ReduceScatter(Fixed)"#]]
+        weight.grad.scatter: gtp_remat ReduceScatter(Fixed)
+        whole_grads.reduce_gtp: gtp_remat AllReduce(Fixed)
+        whole_grads.reduce_tp: tp AllReduce(Fixed)"#]]
     .assert_eq(&listed.join("\n"));
 
     let unnoticed: Vec<_> = (sites.keys())

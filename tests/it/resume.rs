@@ -1,13 +1,16 @@
 //! The promise: train on one mesh, save, load on another, and the losses equal those of the run that never stopped.
 
-use crate::support::{self, Layout, tiny_model};
+use crate::support::{self, Layout, tied_model, tiny_gpt2, tiny_model};
 use ckpt::{Catalog, Checkpoint, Commit, LoadPlan, ReadReport, Saver, Sink, StateSource, Store};
 use expect_test::expect;
 use mesh::Region;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
-use train::config::{EpochTail, LossAverage, ModelConfig, Numerics, Precision, TrainConfig};
+use train::config::{
+    Activation, Biases, EpochTail, LossAverage, ModelConfig, Normalization, Numerics, PositionEmbedding,
+    Precision, TrainConfig,
+};
 use train::data::TokenFile;
 use train::resume::{self, DataState, Level, Resume, Resumed, RngPolicy, Selection};
 use train::run::{Event, Job, RunEnd, RunError, RunName, SavePolicy, Step, run};
@@ -103,14 +106,13 @@ struct Case {
     groups: usize,
     seq_length: u64,
     global_batch_size: u64,
-    tie_embeddings: bool,
+    model: fn(usize) -> ModelConfig,
 }
 
 impl Case {
     fn config(&self, layout: Layout) -> TrainConfig {
         let parallel = layout.parallel(self.seq_length, self.global_batch_size).unwrap();
-        let model = ModelConfig { tie_embeddings: self.tie_embeddings, ..tiny_model(self.groups) };
-        let config = support::config(model, parallel, ITERATIONS);
+        let config = support::config((self.model)(self.groups), parallel, ITERATIONS);
         config.check().unwrap_or_else(|error| panic!("{layout:?}: {error}"));
         config
     }
@@ -156,7 +158,7 @@ const fn layout(tp: u32, sp: bool, cp: u32, gtp: u32, nseq: u32, dp: u32) -> Lay
     Layout { tp, sp, cp, gtp, nseq, dp, mbs: 1 }
 }
 
-const POWERS: Case = Case { groups: 4, seq_length: 64, global_batch_size: 8, tie_embeddings: false };
+const POWERS: Case = Case { groups: 4, seq_length: 64, global_batch_size: 8, model: tiny_model };
 
 #[test]
 fn a_resume_under_another_cp_degree_goes_on_bit_for_bit() {
@@ -189,7 +191,7 @@ fn a_resume_over_mixed_axes_goes_on_bit_for_bit() {
 
 #[test]
 fn a_resume_over_3_and_8_ranks_goes_on_bit_for_bit() {
-    let thirds = Case { groups: 2, seq_length: 96, global_batch_size: 24, tie_embeddings: false };
+    let thirds = Case { groups: 2, seq_length: 96, global_batch_size: 24, ..POWERS };
     let single = Layout::SINGLE;
     thirds.resumes(&[
         (single, layout(1, false, 1, 3, 1, 1)),
@@ -200,10 +202,23 @@ fn a_resume_over_3_and_8_ranks_goes_on_bit_for_bit() {
 
 #[test]
 fn a_tied_model_resumes_under_another_tp_bit_for_bit() {
-    let tied = Case { tie_embeddings: true, ..POWERS };
+    let tied = Case { model: tied_model, ..POWERS };
     let [one, two, four] =
         [layout(1, false, 1, 2, 1, 1), layout(2, true, 1, 1, 1, 1), layout(4, true, 1, 1, 1, 2)];
     tied.resumes(&[(two, one), (one, four), (four, two)]);
+}
+
+/// Vectors that TP cuts, and learned positions, which nothing cuts, are resumed as matrices are.
+#[test]
+fn a_gpt2_resumes_under_other_degrees_of_every_axis_bit_for_bit() {
+    let gpt2 = Case { model: tiny_gpt2, groups: 8, ..POWERS };
+    gpt2.resumes(&[
+        (layout(1, false, 2, 1, 1, 1), layout(1, false, 4, 1, 1, 2)),
+        (layout(1, false, 1, 4, 1, 1), layout(1, false, 1, 4, 4, 1)),
+        (layout(4, true, 1, 1, 1, 1), layout(2, false, 1, 2, 1, 1)),
+        (layout(2, true, 2, 2, 2, 1), layout(8, false, 1, 1, 1, 1)),
+        (layout(1, false, 1, 2, 2, 2), layout(2, true, 1, 2, 1, 1)),
+    ]);
 }
 
 /// A learning rate that blows the weights up: every rank leaves out every step from then on, and the run ends.
@@ -334,6 +349,10 @@ fn every_setting_that_must_match_is_compared() {
     change(&|c, _| c.model.kv_channels = 4);
     change(&|c, _| c.model.vocab_size = 300);
     change(&|c, _| c.model.tie_embeddings = true);
+    change(&|c, _| c.model.normalization = Normalization::LayerNorm);
+    change(&|c, _| c.model.position_embedding = PositionEmbedding::LearnedAbsolute { max_positions: 64 });
+    change(&|c, _| c.model.activation = Activation::Gelu);
+    change(&|c, _| c.model.biases = Biases::Qkv);
     change(&|c, _| c.model.norm_epsilon = 1e-6);
     change(&|c, _| c.model.rotary_base = 5e5);
     change(&|c, _| c.model.hidden_dropout = 0.0);
@@ -357,6 +376,10 @@ fn every_setting_that_must_match_is_compared() {
         kv-channels: 8 → 4, never
         vocab-size: 257 → 300, never
         tie-embeddings: false → true, never
+        normalization: RMSNorm → LayerNorm, never
+        position-embedding-type: rope → learned_absolute of 64 positions, never
+        activation: swiglu → gelu, never
+        biases: none → qkv, never
         norm-epsilon: 0.00001 → 0.000001, may be allowed
         rotary-base: 10000 → 500000, may be allowed
         hidden-dropout: 0.1 → 0, may be allowed

@@ -12,7 +12,8 @@ use train::comm::mutate::Mutated;
 use train::comm::threads::{RankContext, World, WorldOptions};
 use train::comm::{Comm, Site};
 use train::config::{
-    Canonical, EpochTail, LossAverage, ModelConfig, Numerics, OptimizerConfig, Precision, TrainConfig,
+    Activation, Biases, Canonical, EpochTail, LossAverage, ModelConfig, Normalization, Numerics,
+    OptimizerConfig, PositionEmbedding, Precision, TrainConfig,
 };
 use train::data::sampler::{RankReader, Sampler};
 use train::data::{TokenFile, TokenWriter};
@@ -99,12 +100,37 @@ pub fn tiny_model(groups: usize) -> ModelConfig {
         kv_channels: 8,
         vocab_size: 257,
         tie_embeddings: false,
+        normalization: Normalization::RmsNorm,
         norm_epsilon: 1e-5,
+        position_embedding: PositionEmbedding::Rope,
         rotary_base: 10_000.0,
+        activation: Activation::Swiglu,
+        biases: Biases::None,
         hidden_dropout: 0.1,
         attention_dropout: 0.1,
         init_method_std: 0.02,
     }
+}
+
+/// The same, with the head tied to the word embedding.
+pub fn tied_model(groups: usize) -> ModelConfig {
+    ModelConfig { tie_embeddings: true, ..tiny_model(groups) }
+}
+
+/// A tiny GPT-2: LayerNorm, 100 learned positions, GELU by the hyperbolic tangent, biases, a tied head.
+pub fn tiny_gpt2(groups: usize) -> ModelConfig {
+    ModelConfig {
+        normalization: Normalization::LayerNorm,
+        position_embedding: PositionEmbedding::LearnedAbsolute { max_positions: 100 },
+        activation: Activation::GeluTanh,
+        biases: Biases::All,
+        ..tied_model(groups)
+    }
+}
+
+/// What neither Llama nor GPT-2 is: biases with SwiGLU and rotary positions, LayerNorm, a head of its own.
+pub fn tiny_mixture(groups: usize) -> ModelConfig {
+    ModelConfig { normalization: Normalization::LayerNorm, biases: Biases::All, ..tiny_model(groups) }
 }
 
 pub fn config(model: ModelConfig, parallel: ParallelConfig, train_iters: u64) -> TrainConfig {

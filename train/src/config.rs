@@ -33,7 +33,7 @@ pub struct TrainConfig {
     pub max_skipped_in_a_row: u32,
 }
 
-/// A Llama-like model.
+/// A decoder of the kind of Llama or GPT-2. What lacks in an older checkpoint is Llama's.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelConfig {
     /// Decoder layers.
@@ -52,10 +52,22 @@ pub struct ModelConfig {
     pub vocab_size: usize,
     /// Whether the output layer is the word embedding.
     pub tie_embeddings: bool,
-    /// RMSNorm ε.
+    /// Kind of the norms.
+    #[serde(default)]
+    pub normalization: Normalization,
+    /// ε of the norms.
     pub norm_epsilon: f32,
-    /// Base of the rotary angles.
+    /// Where a token's position comes in.
+    #[serde(default)]
+    pub position_embedding: PositionEmbedding,
+    /// Base of the rotary angles; of no use with learned positions.
     pub rotary_base: f64,
+    /// What a feed-forward block computes between its projections.
+    #[serde(default)]
+    pub activation: Activation,
+    /// Which projections of a layer have biases.
+    #[serde(default)]
+    pub biases: Biases,
     /// Probability of the hidden dropouts.
     pub hidden_dropout: f32,
     /// Probability of the attention dropout.
@@ -69,6 +81,44 @@ impl ModelConfig {
     pub fn queries_per_group(&self) -> usize {
         self.num_attention_heads / self.num_query_groups
     }
+}
+
+/// Kind of the norms.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Normalization {
+    /// By the root of the mean square, with a gain.
+    #[default]
+    #[serde(rename = "RMSNorm")]
+    RmsNorm,
+    /// About the mean, with a gain and a shift.
+    LayerNorm,
+}
+
+/// Where a token's position comes in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PositionEmbedding {
+    /// Queries and keys are rotated.
+    #[default]
+    Rope,
+    /// A learned row is added to the word embedding.
+    LearnedAbsolute {
+        /// Rows of the table.
+        max_positions: usize,
+    },
+}
+
+/// Which projections of a layer have biases. The output layer never has one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Biases {
+    /// None.
+    #[default]
+    None,
+    /// That to queries, keys and values.
+    Qkv,
+    /// All four.
+    All,
 }
 
 /// What a feed-forward block computes between its two projections.
@@ -174,6 +224,46 @@ pub enum EpochTail {
     Drop,
     /// The last batch of an epoch is filled up with samples of no weight.
     Pad,
+}
+
+impl fmt::Display for Normalization {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Normalization::RmsNorm => "RMSNorm",
+            Normalization::LayerNorm => "LayerNorm",
+        })
+    }
+}
+
+impl fmt::Display for PositionEmbedding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            PositionEmbedding::Rope => f.write_str("rope"),
+            PositionEmbedding::LearnedAbsolute { max_positions } => {
+                write!(f, "learned_absolute of {max_positions} positions")
+            }
+        }
+    }
+}
+
+impl fmt::Display for Activation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Activation::Swiglu => "swiglu",
+            Activation::Gelu => "gelu",
+            Activation::GeluTanh => "gelu_tanh",
+        })
+    }
+}
+
+impl fmt::Display for Biases {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Biases::None => "none",
+            Biases::Qkv => "qkv",
+            Biases::All => "all",
+        })
+    }
 }
 
 impl fmt::Display for OptimizerConfig {
@@ -443,9 +533,10 @@ impl TrainConfig {
                 return Err(ConfigError::Zero { what });
             }
         }
+        let rotary_pair = if m.position_embedding == PositionEmbedding::Rope { 2 } else { 1 };
         for (what, value, by, divisor) in [
             ("num-attention-heads", m.num_attention_heads, "num-query-groups", m.num_query_groups),
-            ("kv-channels", m.kv_channels, "2 (rotary pairs)", 2),
+            ("kv-channels", m.kv_channels, "2 (rotary pairs)", rotary_pair),
         ] {
             if !value.is_multiple_of(divisor) {
                 return Err(ConfigError::Indivisible { what, value, by, divisor });
@@ -482,11 +573,19 @@ impl TrainConfig {
         }
     }
 
-    /// What random numbers are keyed by must fit its bits.
+    /// What random numbers are keyed by must fit its bits, and positions their table.
     fn check_counted(&self) -> Result<(), ConfigError> {
         let m = &self.model;
         let samples = self.train_iters.saturating_mul(self.parallel.global_batch_size());
-        let mut counted = vec![("train-iters", self.train_iters, u64::from(u32::MAX))];
+        let seq_length = self.parallel.seq_length();
+        let max_positions = match m.position_embedding {
+            PositionEmbedding::Rope => seq_length,
+            PositionEmbedding::LearnedAbsolute { max_positions } => max_positions as u64,
+        };
+        let mut counted = vec![
+            ("seq-length", seq_length, max_positions),
+            ("train-iters", self.train_iters, u64::from(u32::MAX)),
+        ];
         if let Numerics::Canonical(Canonical { grad_bits, kv_bits, .. }) = self.numerics {
             counted.push(("numerics.grad_bits", grad_bits.into(), Canonical::FRACTION_BITS_MAX.into()));
             counted.push(("numerics.kv_bits", kv_bits.into(), Canonical::FRACTION_BITS_MAX.into()));
@@ -561,8 +660,12 @@ pub(crate) mod tests {
             kv_channels: 8,
             vocab_size: 257,
             tie_embeddings: false,
+            normalization: Normalization::default(),
             norm_epsilon: 1e-5,
+            position_embedding: PositionEmbedding::default(),
             rotary_base: 10_000.0,
+            activation: Activation::default(),
+            biases: Biases::default(),
             hidden_dropout: 0.1,
             attention_dropout: 0.1,
             init_method_std: 0.02,
@@ -595,7 +698,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_random_numbers_cannot_count_is_refused_and_not_a_panic_later() {
+    fn what_cannot_be_counted_is_refused_and_not_a_panic_later() {
         let parallel = ParallelConfig::new(mesh::ParallelSettings {
             layout: mesh::ParallelLayout::single(),
             sequence_parallel: false,
@@ -610,6 +713,9 @@ pub(crate) mod tests {
             config.check().unwrap_err().to_string()
         };
         assert_eq!(tiny(parallel).check(), Ok(()));
+        let learned = PositionEmbedding::LearnedAbsolute { max_positions: 31 };
+        let positions = refusal(&|config| config.model.position_embedding = learned);
+        assert_eq!(positions, "`seq-length` 32 is more than 31");
         let layers = refusal(&|config| config.model.num_layers = 1025);
         assert_eq!(layers, "`num-layers` 1025 is more than 1024");
         let heads = refusal(&|config| config.model.num_attention_heads = 260);

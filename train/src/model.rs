@@ -1,4 +1,4 @@
-//! The Llama-like program: explicit forward and backward over planned buffers, with every collective one visible line.
+//! The program of a decoder, Llama's or GPT-2's: explicit forward and backward over planned buffers, with every collective one visible line.
 //!
 //! Shapes: M local tokens (micro-batch × local sequence, samples one after another), Ms = M / TP under sequence parallelism
 //! else M, h hidden, G local query groups, q query heads of a group, d head size, f local feed-forward width, Vl local
@@ -9,8 +9,8 @@ mod loss;
 mod mlp;
 pub mod params;
 
-use crate::backend::{Accumulate, Buffers, Dropout, Heads, HiddenSite, Lifetime, Op, View};
-use crate::config::{Canonical, Numerics, TrainConfig};
+use crate::backend::{Accumulate, Buffers, Center, Dropout, Heads, HiddenSite, Lifetime, Op, View};
+use crate::config::{Activation, Canonical, Normalization, Numerics, PositionEmbedding, TrainConfig};
 use crate::parallel::context::GatheredKv;
 use crate::parallel::tensor::{gather_tokens, reduce_tokens};
 use crate::parallel::{Cx, StepError};
@@ -18,7 +18,7 @@ use attention::Attention;
 use loss::Loss;
 use mesh::{DType, GroupKind, ProcessGroups};
 use mlp::Mlp;
-use params::{LayerParams, ParamId, ParamTable};
+use params::{Affine, LayerParams, ParamId, ParamTable};
 
 /// One micro-batch of this rank: rows in the order of samples, then of its own tokens.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -60,6 +60,7 @@ pub(crate) struct LocalShape {
     pub heads: Heads,
     pub first_head: u32,
     pub ffn: usize,
+    pub activation: Activation,
     pub vocab: usize,
     pub vocab_first_row: usize,
     /// Columns of the local vocabulary that stand for real tokens.
@@ -88,10 +89,11 @@ struct Layer {
     mlp: mlp::Saved,
 }
 
-/// What a norm keeps for its backward: the residual stream `[Ms, h]` and `[Ms, 1]`.
+/// What a norm keeps for its backward: the residual stream `[Ms, h]`, and each `[Ms, 1]`; `mean` for LayerNorm.
 #[derive(Clone, Copy)]
 struct NormSaved {
     sum: View,
+    mean: Option<View>,
     rstd: View,
 }
 
@@ -101,8 +103,13 @@ pub(crate) struct Inputs {
     pub weights: View,
     pub positions: View,
     pub samples: View,
-    pub rope_table: View,
-    rope_values: Vec<f32>,
+    rope: Option<Rope>,
+}
+
+/// Angles by position, `[T, d]`.
+struct Rope {
+    table: View,
+    values: Vec<f32>,
 }
 
 /// Scratch that every layer uses in turn.
@@ -159,6 +166,7 @@ impl LocalShape {
             heads,
             first_head: (tp_rank * heads.num_queries()) as u32,
             ffn: model.ffn_hidden_size / tp,
+            activation: model.activation,
             vocab,
             vocab_first_row: tp_rank * vocab,
             vocab_valid: model.vocab_size.saturating_sub(tp_rank * vocab).min(vocab),
@@ -211,8 +219,10 @@ impl Model {
             weights: declare("loss_weights", DType::F32, m, 1),
             positions: declare("positions", DType::I32, m, 1),
             samples: declare("samples", DType::I64, m, 1),
-            rope_table: declare("rope_table", DType::F32, seq, d),
-            rope_values: rope_table(seq, d, config.model.rotary_base),
+            rope: (config.model.position_embedding == PositionEmbedding::Rope).then(|| Rope {
+                table: declare("rope_table", DType::F32, seq, d),
+                values: rope_table(seq, d, config.model.rotary_base),
+            }),
         };
         let mut of_share = |share: &str, full: &str| {
             let full = declare(full, dtype, m, h);
@@ -237,8 +247,10 @@ impl Model {
             d_normed_partial,
             d_normed,
         };
+        let has_mean = config.model.normalization == Normalization::LayerNorm;
         let mut norm = |name: String| NormSaved {
             sum: declare(&format!("{name}.residual"), dtype, ms, h),
+            mean: has_mean.then(|| declare(&format!("{name}.mean"), DType::F32, ms, 1)),
             rstd: declare(&format!("{name}.rstd"), DType::F32, ms, 1),
         };
         let norms: Vec<[NormSaved; 2]> = (0..table.layers.len())
@@ -286,7 +298,9 @@ impl Model {
         cx.be.upload(self.inputs.weights, bytemuck::cast_slice(&batch.weights))?;
         cx.be.upload(self.inputs.positions, bytemuck::cast_slice(&batch.positions))?;
         cx.be.upload(self.inputs.samples, bytemuck::cast_slice(&batch.samples))?;
-        cx.be.upload(self.inputs.rope_table, bytemuck::cast_slice(&self.inputs.rope_values))?;
+        if let Some(Rope { table, values }) = &self.inputs.rope {
+            cx.be.upload(*table, bytemuck::cast_slice(values))?;
+        }
         self.attention.kv.upload(cx)
     }
 
@@ -303,6 +317,11 @@ impl Model {
             accumulate: false,
         })?;
         reduce_tokens(cx, "embedding.reduce", work.partial, work.delta)?;
+        if let Some(positions) = self.table.positions {
+            let table = cx.weights.home(positions).weight;
+            let tokens = self.shape.share(self.inputs.positions);
+            cx.run(Op::Embed { tokens, table, first_row: 0, out: work.delta, accumulate: true })?;
+        }
         self.hidden_dropout(cx, work.delta, 0, HiddenSite::Embedding)?;
         let mut residual = None;
         for (at, layer) in self.layers.iter().enumerate() {
@@ -310,10 +329,12 @@ impl Model {
             self.norm(cx, residual, p.input_norm, &layer.attention_norm, "attention.gather_tokens")?;
             self.attention.forward(cx, self, at as u32, p, &layer.attention)?;
             reduce_tokens(cx, "attention.reduce", work.partial, work.delta)?;
+            self.add_bias(cx, p.proj.bias, work.delta)?;
             self.hidden_dropout(cx, work.delta, at, HiddenSite::Attention)?;
             self.norm(cx, Some(&layer.attention_norm), p.mlp_norm, &layer.mlp_norm, "mlp.gather_tokens")?;
             self.mlp.forward(cx, self, p, &layer.mlp)?;
             reduce_tokens(cx, "mlp.reduce", work.partial, work.delta)?;
+            self.add_bias(cx, p.fc2.bias, work.delta)?;
             self.hidden_dropout(cx, work.delta, at, HiddenSite::Mlp)?;
             residual = Some(&layer.mlp_norm);
         }
@@ -328,6 +349,7 @@ impl Model {
         for (at, layer) in self.layers.iter().enumerate().rev() {
             let p = &layer.params;
             self.block_grad(cx, at, HiddenSite::Mlp, "mlp.gather_grad")?;
+            self.bias_grad(cx, p.fc2.bias, work.d_delta)?;
             self.mlp.backward_output(cx, self, p, &layer.mlp)?;
             self.norm_again(cx, p.mlp_norm, &layer.mlp_norm, "mlp.gather_tokens_again")?;
             self.mlp.backward_input(cx, self, p)?;
@@ -335,6 +357,7 @@ impl Model {
             self.norm_backward(cx, p.mlp_norm, &layer.mlp_norm, true)?;
 
             self.block_grad(cx, at, HiddenSite::Attention, "attention.gather_grad")?;
+            self.bias_grad(cx, p.proj.bias, work.d_delta)?;
             self.attention.backward_output(cx, self, at as u32, p, &layer.attention)?;
             self.norm_again(cx, p.input_norm, &layer.attention_norm, "attention.gather_tokens_again")?;
             self.attention.backward_input(cx, self, p)?;
@@ -342,8 +365,14 @@ impl Model {
             self.norm_backward(cx, p.input_norm, &layer.attention_norm, true)?;
         }
         self.block_grad(cx, 0, HiddenSite::Embedding, "embedding.gather_grad")?;
+        let add = self.shape.add;
+        if let Some(positions) = self.table.positions {
+            let (tokens, d_out) = (self.shape.share(self.inputs.positions), work.d_delta);
+            let acc = cx.weights.home(positions).grad;
+            cx.run(Op::EmbedBackward { tokens, d_out, first_row: 0, acc, add })?;
+        }
         let (tokens, d_out) = (self.inputs.tokens, work.d_delta_full);
-        let (first_row, add) = (self.shape.vocab_first_row as i32, self.shape.add);
+        let first_row = self.shape.vocab_first_row as i32;
         cx.weights.add_grad(cx.be, cx.comms, self.table.embedding, |acc| Op::EmbedBackward {
             tokens,
             d_out,
@@ -358,7 +387,7 @@ impl Model {
         &self,
         cx: &mut Cx,
         residual: Option<&NormSaved>,
-        gamma: ParamId,
+        norm: Affine,
         saved: &NormSaved,
         site: &'static str,
     ) -> Result<(), StepError> {
@@ -367,13 +396,13 @@ impl Model {
             Some(residual) => (residual.sum, Some(work.delta)),
             None => (work.delta, None),
         };
-        let gamma = cx.weights.home(gamma).weight;
+        let (gamma, center) = gain_and_center(cx, norm, saved);
         let (sum, rstd) = (saved.sum, saved.rstd);
         cx.run(Op::AddNorm {
             x,
             delta,
             gamma,
-            center: None,
+            center,
             eps: self.shape.norm_eps,
             sum,
             rstd,
@@ -386,40 +415,54 @@ impl Model {
     fn norm_again(
         &self,
         cx: &mut Cx,
-        gamma: ParamId,
+        norm: Affine,
         saved: &NormSaved,
         site: &'static str,
     ) -> Result<(), StepError> {
-        let gamma = cx.weights.home(gamma).weight;
-        cx.run(Op::NormApply {
-            sum: saved.sum,
-            rstd: saved.rstd,
-            gamma,
-            center: None,
-            out: self.work.normed,
-        })?;
+        let (gamma, center) = gain_and_center(cx, norm, saved);
+        cx.run(Op::NormApply { sum: saved.sum, rstd: saved.rstd, gamma, center, out: self.work.normed })?;
         gather_tokens(cx, site, self.work.normed, self.work.normed_full)
     }
 
     fn norm_backward(
         &self,
         cx: &mut Cx,
-        gamma: ParamId,
+        norm: Affine,
         saved: &NormSaved,
         accumulate: bool,
     ) -> Result<(), StepError> {
-        let home = cx.weights.home(gamma);
-        Ok(cx.run(Op::NormBackward {
+        let home = cx.weights.home(norm.weight);
+        cx.run(Op::NormBackward {
             d_out: self.work.d_normed,
             sum: saved.sum,
-            mean: None,
+            mean: saved.mean,
             rstd: saved.rstd,
             gamma: home.weight,
             d_sum: self.work.d_residual,
             accumulate,
             d_gamma: home.grad,
             add: self.shape.add,
-        })?)
+        })?;
+        self.bias_grad(cx, norm.bias, self.work.d_normed)
+    }
+
+    fn add_bias(&self, cx: &mut Cx, bias: Option<ParamId>, x: View) -> Result<(), StepError> {
+        let Some(bias) = bias else { return Ok(()) };
+        Ok(cx.run(Op::AddBias { bias: cx.weights.home(bias).weight, x })?)
+    }
+
+    /// Adds to the gradient of a bias; `d_out` is that of what it was added to.
+    fn bias_grad(&self, cx: &mut Cx, bias: Option<ParamId>, d_out: View) -> Result<(), StepError> {
+        let Some(bias) = bias else { return Ok(()) };
+        let (acc, add) = (cx.weights.home(bias).grad, self.shape.add);
+        Ok(cx.run(Op::SumRows { x: d_out, acc, add })?)
+    }
+
+    /// Rotates the queries and keys of `qkv`, or rotates them back, if positions are rotary.
+    fn rotate(&self, cx: &mut Cx, qkv: View, inverse: bool) -> Result<(), StepError> {
+        let Some(Rope { table, .. }) = &self.inputs.rope else { return Ok(()) };
+        let (positions, heads) = (self.inputs.positions, self.shape.heads);
+        Ok(cx.run(Op::Rope { qkv, positions, table: *table, heads, inverse })?)
     }
 
     /// The gradient of a block's output for all local tokens, in `work.d_delta_full`.
@@ -448,6 +491,13 @@ impl Model {
     fn dropout(&self, p: f32, layer: u32) -> Dropout {
         Dropout { p, seed: self.shape.seed, layer }
     }
+}
+
+/// The gain of a norm, and what it has beside it about the mean.
+fn gain_and_center(cx: &Cx, norm: Affine, saved: &NormSaved) -> (View, Option<Center>) {
+    let home = |param| cx.weights.home(param).weight;
+    let center = norm.bias.zip(saved.mean).map(|(beta, mean)| Center { mean, beta: home(beta) });
+    (home(norm.weight), center)
 }
 
 /// Cosines then sines of `position · base^(-2i/d)`, `[T, d]`, computed in f64.

@@ -17,10 +17,7 @@ pub(crate) struct Optimizer {
     config: OptimizerConfig,
     pub(crate) bucket: ReplicaBucket,
     params: Vec<Owned>,
-    /// Gradients of parameters that GTP does not cut, one after another, accumulators.
-    replicated_grads: Option<View>,
-    /// Whether TP peers hold different tokens of those gradients, as under sequence parallelism.
-    sum_over_tp: bool,
+    whole_grads: WholeGrads,
     /// F32, one element for each owned one.
     grad: View,
     /// Fraction bits of gradients in fixed point; `None` where they are F32 all along.
@@ -32,6 +29,16 @@ pub(crate) struct Optimizer {
     pub(crate) exp_avg_sq: View,
     limbs: View,
     peak: View,
+}
+
+/// Gradients, in accumulators, that their weights' own reduce-scatter does not sum over ranks with other tokens.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WholeGrads {
+    /// Of all parameters that GTP leaves whole, one after another.
+    pub over_gtp: Option<View>,
+    /// Of those among them that TP leaves whole, if TP peers have other tokens where they are used, as under sequence
+    /// parallelism.
+    pub over_tp: Option<View>,
 }
 
 struct Owned {
@@ -72,7 +79,7 @@ impl Optimizer {
         table: &ParamTable,
         groups: &ProcessGroups,
         homes: &[ParamHome],
-        replicated_grads: Option<View>,
+        whole_grads: WholeGrads,
         buffers: &mut Buffers,
     ) -> Result<Self, Indivisible> {
         let mut rows = Vec::new();
@@ -98,8 +105,7 @@ impl Optimizer {
         Ok(Optimizer {
             config: config.optimizer.clone(),
             params,
-            replicated_grads,
-            sum_over_tp: config.parallel.sequence_parallel(),
+            whole_grads,
             grad,
             grad_bits,
             master: has_masters.then(|| declare("master", Lifetime::Persistent, DType::F32, count)),
@@ -118,14 +124,14 @@ impl Optimizer {
         comms: &Comms,
         update: &Update,
     ) -> Result<GradNorm, StepError> {
-        if let Some(grads) = self.replicated_grads {
-            let sum = Reduce::of_accumulators(grads.dtype);
-            let ticket = comms.gtp_remat.all_reduce(be, "norm_weights.reduce_gtp", sum, grads)?;
+        let sum = |grads: View| Reduce::of_accumulators(grads.dtype);
+        if let Some(grads) = self.whole_grads.over_gtp {
+            let ticket = comms.gtp_remat.all_reduce(be, "whole_grads.reduce_gtp", sum(grads), grads)?;
             comms.gtp_remat.wait(be, ticket)?;
-            if self.sum_over_tp {
-                let ticket = comms.tp.all_reduce(be, "norm_weights.reduce_tp", sum, grads)?;
-                comms.tp.wait(be, ticket)?;
-            }
+        }
+        if let Some(grads) = self.whole_grads.over_tp {
+            let ticket = comms.tp.all_reduce(be, "whole_grads.reduce_tp", sum(grads), grads)?;
+            comms.tp.wait(be, ticket)?;
         }
         self.bucket.reduce_grads(be, comms)?;
         if let Some(bits) = self.grad_bits {
@@ -167,7 +173,8 @@ impl Optimizer {
             max if max > 0.0 => (max / (norm + 1e-6)).min(1.0),
             _ => 1.0,
         };
-        let correction = |beta: f64| (1.0 - libm::pow(beta, update.step as f64)) as f32;
+        // Of the decay that the device uses: 1 − 0.999 in f32 is another number, off by 1e-5 of itself.
+        let correction = |beta: f64| (1.0 - libm::pow(f64::from(beta as f32), update.step as f64)) as f32;
         for (index, owned) in self.params.iter().enumerate() {
             let weight = self.bucket.own_rows(index);
             if weight.numel() == 0 {

@@ -8,7 +8,7 @@ use crate::config::{Numerics, TrainConfig};
 use crate::data::sampler::RankBatch;
 use crate::model::params::{Init, ParamDecl, ParamTable};
 use crate::model::{MicroBatch, Model};
-use crate::optim::{Optimizer, Update};
+use crate::optim::{Optimizer, Update, WholeGrads};
 use crate::parallel::weight::{ParamHome, WeightStore};
 use crate::parallel::{Comms, Cx, StepError};
 use crate::rng::init_normal;
@@ -87,8 +87,11 @@ impl Program {
         let model = Model::new(config, groups, buffers);
         let (dtype, acc) = (config.precision.dtype(), model.shape().add.dtype());
         let homes = Homes::new(model.table(), groups, dtype, acc, buffers)?;
-        let optimizer =
-            Optimizer::new(config, model.table(), groups, &homes.params, homes.replicated_grads, buffers)?;
+        let whole_grads = WholeGrads {
+            over_gtp: homes.whole_grads,
+            over_tp: homes.tp_whole_grads.filter(|_| config.parallel.sequence_parallel()),
+        };
+        let optimizer = Optimizer::new(config, model.table(), groups, &homes.params, whole_grads, buffers)?;
         let weights = WeightStore::new(homes.params, groups.size(GroupKind::GtpRemat) as usize, buffers);
         let stats = buffers.declare("stats", Lifetime::Persistent, DType::I64, 1, 2);
         let tp_sum = match config.numerics {
@@ -155,7 +158,9 @@ impl Program {
 /// Where the parameters of a rank live.
 struct Homes {
     params: Vec<ParamHome>,
-    replicated_grads: Option<View>,
+    /// Gradients of all parameters that GTP leaves whole, and of those among them that TP does, too.
+    whole_grads: Option<View>,
+    tp_whole_grads: Option<View>,
 }
 
 impl Homes {
@@ -168,34 +173,52 @@ impl Homes {
         buffers: &mut Buffers,
     ) -> Result<Self, BuildError> {
         let gtp = groups.size(GroupKind::GtpRemat) as usize;
-        let is_sharded = |param: &ParamDecl| param.placement.is_cut_over(GroupKind::GtpRemat);
-        let replicated_len: usize = (table.params.iter().filter(|param| !is_sharded(param)))
-            .map(|param| param.placement.shape().numel() as usize)
-            .sum();
-        let replicated_grads = (replicated_len > 0)
-            .then(|| buffers.declare("grad.replicated", Lifetime::Persistent, acc, 1, replicated_len));
-        let mut replicated_at = 0;
+        let is_cut = |param: &ParamDecl, kind| param.placement.is_cut_over(kind);
+        // Rows and columns of what a rank holds; a vector is one row.
+        let extents = |param: &ParamDecl, peer: &ProcessGroups| {
+            let shape = param.placement.shard(peer)?.shape;
+            let dims: Vec<usize> = shape.dims().iter().map(|extent| *extent as usize).collect();
+            Ok::<_, BuildError>(if let [rows, cols] = dims[..] { (rows, cols) } else { (1, dims[0]) })
+        };
+        // They lie one after another, those that TP cuts last, so that each sum over ranks is one collective.
+        let mut whole = Vec::new();
+        for (index, param) in table.params.iter().enumerate().filter(|(_, p)| !is_cut(p, GroupKind::GtpRemat))
+        {
+            let (rows, cols) = extents(param, groups)?;
+            whole.push((is_cut(param, GroupKind::Tp), index, rows, cols));
+        }
+        whole.sort();
+        let len = |of: &[(bool, usize, usize, usize)]| of.iter().map(|(.., rows, cols)| rows * cols).sum();
+        let whole_len: usize = len(&whole);
+        let tp_whole_len: usize = len(&whole[..whole.partition_point(|(is_cut, ..)| !is_cut)]);
+        let whole_grads =
+            (whole_len > 0).then(|| buffers.declare("grad.whole", Lifetime::Persistent, acc, 1, whole_len));
+        let tp_whole_grads =
+            whole_grads.filter(|_| tp_whole_len > 0).map(|grads| grads.col_range(0, tp_whole_len));
+        let mut places = vec![None; table.params.len()];
+        let mut at = 0;
+        for (_, index, rows, cols) in whole {
+            let grads = whole_grads.expect("declared for parameters like this one");
+            places[index] = Some(grads.col_range(at, at + rows * cols).reshaped(rows, cols));
+            at += rows * cols;
+        }
         let mut params = Vec::new();
-        for param in &table.params {
+        for (param, whole_grad) in table.params.iter().zip(places) {
             let mut declare = |what: &str, dtype, rows, cols| {
                 buffers.declare(format!("{what}.{}", param.key), Lifetime::Persistent, dtype, rows, cols)
             };
-            if !is_sharded(param) {
-                let len = param.placement.shape().numel() as usize;
-                let grads = replicated_grads.expect("declared for parameters like this one");
-                let grad = grads.col_range(replicated_at, replicated_at + len);
-                replicated_at += len;
-                let weight = declare("weight", dtype, 1, len);
-                params.push(ParamHome { weight, grad, gathered_rows: 1, is_sharded: false });
+            if let Some(grad) = whole_grad {
+                let weight = declare("weight", dtype, grad.rows, grad.cols);
+                params.push(ParamHome { weight, grad, gathered_rows: grad.rows, is_sharded: false });
                 continue;
             }
             // Rows of the TP-local weight: the whole of what the GTP peers hold.
             let mut gathered_rows = 0;
             let mut cols = 0;
             for peer in groups.members(GroupKind::GtpRemat) {
-                let shape = param.placement.shard(&peer)?.shape;
-                gathered_rows += shape.dims()[0] as usize;
-                cols = shape.dims()[1] as usize;
+                let (rows, peer_cols) = extents(param, &peer)?;
+                gathered_rows += rows;
+                cols = peer_cols;
             }
             let rows = gathered_rows.div_ceil(gtp);
             params.push(ParamHome {
@@ -205,7 +228,7 @@ impl Homes {
                 is_sharded: true,
             });
         }
-        Ok(Homes { params, replicated_grads })
+        Ok(Homes { params, whole_grads, tp_whole_grads })
     }
 }
 
@@ -237,6 +260,7 @@ impl Trainer {
                 for (global, local) in paired_runs(&piece.region, &shape, &piece.local, &shard.shape) {
                     let out = &mut values[local.start as usize..local.end as usize];
                     match param.init {
+                        Init::Zeros => {}
                         Init::Ones => out.fill(1.0),
                         Init::Normal { std } => {
                             init_normal(self.config.seed, param.key.as_str(), global, std, out);

@@ -20,20 +20,69 @@ fn a_pasted_launch_script_is_taken_and_what_makes_no_difference_is_named() {
     let output = remesh(folder, &format!("train {script}"));
     assert!(output.status.success(), "{}", text(&output.stderr));
     expect![[r#"
-        no effect here: --max-position-embeddings 32, --overlap-grad-reduce, --tokenizer-type NullTokenizer, --use-flash-attn
+        no effect here: --overlap-grad-reduce, --tokenizer-type NullTokenizer, --use-flash-attn
     "#]]
     .assert_eq(&text(&output.stderr));
     assert_eq!(metrics(folder, "run").len(), 2);
 
-    let said =
-        refused(folder, &format!("train {script} --fp16 --num-experts 8 --normalization LayerNorm"), 2);
+    let said = refused(folder, &format!("train {script} --fp16 --num-experts 8 --squared-relu"), 2);
     expect![[r#"
         Error: RM6005
 
-          × `--normalization LayerNorm`: the one model so far is Llama-like: RMSNorm, rotary positions, SwiGLU, no biases; `--num-experts 8`: there are no experts so far; `--fp16`: the trainer computes in f32 or bf16 so far
-          help: leave out --normalization LayerNorm --num-experts 8 --fp16
+          × `--squared-relu`: models so far have RMSNorm or LayerNorm, SwiGLU or GELU, plain rotary or learned positions; `--num-experts 8`: there are no experts so far; `--fp16`: the trainer computes in f32 or bf16 so far
+          help: leave out --squared-relu --num-experts 8 --fp16
     "#]]
     .assert_eq(&said);
+}
+
+/// A launch script of GPT-2, the keys that it makes, and what contradicts itself in one.
+#[test]
+fn flags_of_gpt2_make_a_gpt2() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let script = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --micro-batch-size 1 \
+                  --global-batch-size 4 --train-iters 1 --lr 1e-3 --data-path tokens --save run --normalization LayerNorm \
+                  --position-embedding-type learned_absolute --max-position-embeddings 40 --add-bias-linear --tie-embeddings";
+    let output = remesh(folder, &format!("train {script} --no-swiglu"));
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let shown = remesh(folder, "digest --json run");
+    let shown: serde_json::Value = serde_json::from_slice(&shown.stdout).unwrap();
+    let model = shown.as_object().unwrap().iter().filter(|(key, _)| !key.starts_with("optimizer."));
+    let listed: Vec<String> = model.map(|(key, of)| format!("{key} {}", of["shape"])).collect();
+    expect![[r#"
+        decoder.final_layernorm.bias [16]
+        decoder.final_layernorm.weight [16]
+        decoder.layers.0.mlp.linear_fc1.bias [64]
+        decoder.layers.0.mlp.linear_fc1.layer_norm_bias [16]
+        decoder.layers.0.mlp.linear_fc1.layer_norm_weight [16]
+        decoder.layers.0.mlp.linear_fc1.weight [64,16]
+        decoder.layers.0.mlp.linear_fc2.bias [16]
+        decoder.layers.0.mlp.linear_fc2.weight [16,64]
+        decoder.layers.0.self_attention.linear_proj.bias [16]
+        decoder.layers.0.self_attention.linear_proj.weight [16,16]
+        decoder.layers.0.self_attention.linear_qkv.bias [48]
+        decoder.layers.0.self_attention.linear_qkv.layer_norm_bias [16]
+        decoder.layers.0.self_attention.linear_qkv.layer_norm_weight [16]
+        decoder.layers.0.self_attention.linear_qkv.weight [48,16]
+        embedding.position_embeddings.weight [40,16]
+        embedding.word_embeddings.weight [257,16]"#]]
+    .assert_eq(&listed.join("\n"));
+
+    let said = refused(folder, &format!("train {script} --swiglu --openai-gelu"), 2);
+    expect![[r#"
+        Error: RM6003
+
+          × `swiglu` and `openai_gelu` are both set
+          help: leave one of them out
+    "#]]
+    .assert_eq(&said);
+    let said = refused(folder, &format!("train {script} --use-rotary-position-embeddings"), 2);
+    expect![[r#"
+        Error: RM6003
+
+          × `--use-rotary-position-embeddings` and `--position-embedding-type learned_absolute` contradict each other
+          help: leave one of them out
+    "#]].assert_eq(&said);
 }
 
 #[test]

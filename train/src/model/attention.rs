@@ -58,15 +58,15 @@ impl Attention {
     ) -> Result<(), StepError> {
         let Model { shape, inputs, work, .. } = model;
         let heads = shape.heads;
-        let w = cx.weights.acquire(cx.be, cx.comms, params.qkv)?;
-        cx.run(Op::Linear { x: work.normed_full, w, bias: None, out: saved.qkv, accumulate: false })?;
-        let (positions, table) = (inputs.positions, inputs.rope_table);
-        cx.run(Op::Rope { qkv: saved.qkv, positions, table, heads, inverse: false })?;
+        let w = cx.weights.acquire(cx.be, cx.comms, params.qkv.weight)?;
+        let bias = params.qkv.bias.map(|bias| cx.weights.home(bias).weight);
+        cx.run(Op::Linear { x: work.normed_full, w, bias, out: saved.qkv, accumulate: false })?;
+        model.rotate(cx, saved.qkv, false)?;
         self.kv.gather(cx, "attention.gather_kv", saved.qkv, heads)?;
         cx.run(Op::Attention {
             qkv: saved.qkv,
             kv: self.kv.in_order,
-            positions,
+            positions: inputs.positions,
             samples: inputs.samples,
             out: saved.out,
             lse: saved.lse,
@@ -76,7 +76,7 @@ impl Attention {
             dropout: dropout(model, layer),
             first_head: shape.first_head,
         })?;
-        let w = cx.weights.acquire(cx.be, cx.comms, params.proj)?;
+        let w = cx.weights.acquire(cx.be, cx.comms, params.proj.weight)?;
         let cols = saved.out.cols / shape.blocks;
         Ok(sum_blocks(cx.be, 0..shape.blocks, work.partial, &work.tree, &mut |be, block, out| {
             let (lo, hi) = (block * cols, (block + 1) * cols);
@@ -90,7 +90,8 @@ impl Attention {
         })?)
     }
 
-    /// From `work.d_delta_full` to the gradient of `qkv` before rotation; the projection's gradient.
+    /// From `work.d_delta_full` to the gradient of `qkv` before rotation; the gradients of the projection and
+    /// of the bias before rotation.
     pub(super) fn backward_output(
         &self,
         cx: &mut Cx,
@@ -102,10 +103,10 @@ impl Attention {
         let Model { shape, inputs, work, .. } = model;
         let (heads, add) = (shape.heads, shape.add);
         let d_block = work.d_delta_full;
-        let w = cx.weights.acquire(cx.be, cx.comms, params.proj)?;
+        let w = cx.weights.acquire(cx.be, cx.comms, params.proj.weight)?;
         cx.run(Op::LinearDx { d_out: d_block, w, d_x: self.d_out, accumulate: false })?;
         let x = saved.out;
-        cx.weights.add_grad(cx.be, cx.comms, params.proj, |acc| Op::LinearDw {
+        cx.weights.add_grad(cx.be, cx.comms, params.proj.weight, |acc| Op::LinearDw {
             d_out: d_block,
             x,
             acc,
@@ -131,8 +132,8 @@ impl Attention {
             first_head: shape.first_head,
         })?;
         self.kv.scatter_grad(cx, self.d_qkv, heads, shape.add_kv)?;
-        let (positions, table) = (inputs.positions, inputs.rope_table);
-        Ok(cx.run(Op::Rope { qkv: self.d_qkv, positions, table, heads, inverse: true })?)
+        model.rotate(cx, self.d_qkv, true)?;
+        model.bias_grad(cx, params.qkv.bias, self.d_qkv)
     }
 
     /// From there to `work.d_normed_partial`; the fused weight's gradient, with its input in `work.normed_full`.
@@ -143,7 +144,7 @@ impl Attention {
         params: &LayerParams,
     ) -> Result<(), StepError> {
         let Model { shape, work, .. } = model;
-        let w = cx.weights.acquire(cx.be, cx.comms, params.qkv)?;
+        let w = cx.weights.acquire(cx.be, cx.comms, params.qkv.weight)?;
         let rows = self.d_qkv.cols / shape.blocks;
         sum_blocks(cx.be, 0..shape.blocks, work.d_normed_partial, &work.tree, &mut |be, block, d_x| {
             let (lo, hi) = (block * rows, (block + 1) * rows);
@@ -151,7 +152,7 @@ impl Attention {
             be.run(Op::LinearDx { d_out, w, d_x, accumulate: false })
         })?;
         let (d_out, x, add) = (self.d_qkv, work.normed_full, shape.add);
-        cx.weights.add_grad(cx.be, cx.comms, params.qkv, |acc| Op::LinearDw { d_out, x, acc, add })
+        cx.weights.add_grad(cx.be, cx.comms, params.qkv.weight, |acc| Op::LinearDw { d_out, x, acc, add })
     }
 }
 

@@ -1,29 +1,28 @@
-//! The feed-forward block: fused gate and up projection, SwiGLU, down projection.
+//! The feed-forward block: projection up, for SwiGLU of gate and up fused, activation, projection down.
 
 use super::{LocalShape, Model, params::LayerParams};
 use crate::backend::{Buffers, Lifetime, Op, View};
-use crate::config::Activation;
 use crate::parallel::tensor::sum_blocks;
 use crate::parallel::{Cx, StepError};
 
 /// Scratch of the block.
 pub(super) struct Mlp {
     /// `[M, f]`; recomputed in backward.
-    activation: View,
-    d_activation: View,
-    /// `[M, 2f]`.
-    d_gate_up: View,
+    activated: View,
+    d_activated: View,
+    /// As `Saved::projected`.
+    d_projected: View,
 }
 
-/// What a layer keeps: gate and up, `[M, 2f]`.
+/// What a layer keeps: the input of the activation, `[M, f]`, or for SwiGLU gate and up, `[M, 2f]`.
 pub(super) struct Saved {
-    gate_up: View,
+    projected: View,
 }
 
 impl Saved {
     pub(super) fn new(shape: &LocalShape, layer: usize, buffers: &mut Buffers) -> Self {
-        let (name, cols) = (format!("{layer}.gate_up"), 2 * shape.ffn);
-        Saved { gate_up: buffers.declare(name, Lifetime::Transient, shape.dtype, shape.tokens, cols) }
+        let (name, cols) = (format!("{layer}.projected"), shape.activation.inputs() * shape.ffn);
+        Saved { projected: buffers.declare(name, Lifetime::Transient, shape.dtype, shape.tokens, cols) }
     }
 }
 
@@ -32,9 +31,9 @@ impl Mlp {
         let mut declare =
             |name: &str, cols| buffers.declare(name, Lifetime::Transient, shape.dtype, shape.tokens, cols);
         Mlp {
-            activation: declare("activation", shape.ffn),
-            d_activation: declare("d_activation", shape.ffn),
-            d_gate_up: declare("d_gate_up", 2 * shape.ffn),
+            activated: declare("activated", shape.ffn),
+            d_activated: declare("d_activated", shape.ffn),
+            d_projected: declare("d_projected", shape.activation.inputs() * shape.ffn),
         }
     }
 
@@ -47,19 +46,21 @@ impl Mlp {
         saved: &Saved,
     ) -> Result<(), StepError> {
         let Model { shape, work, .. } = model;
-        let w = cx.weights.acquire(cx.be, cx.comms, params.fc1)?;
-        cx.run(Op::Linear { x: work.normed_full, w, bias: None, out: saved.gate_up, accumulate: false })?;
-        cx.run(Op::Activate { activation: Activation::Swiglu, x: saved.gate_up, out: self.activation })?;
-        let w = cx.weights.acquire(cx.be, cx.comms, params.fc2)?;
+        let w = cx.weights.acquire(cx.be, cx.comms, params.fc1.weight)?;
+        let bias = params.fc1.bias.map(|bias| cx.weights.home(bias).weight);
+        cx.run(Op::Linear { x: work.normed_full, w, bias, out: saved.projected, accumulate: false })?;
+        cx.run(Op::Activate { activation: shape.activation, x: saved.projected, out: self.activated })?;
+        let w = cx.weights.acquire(cx.be, cx.comms, params.fc2.weight)?;
         let cols = shape.ffn / shape.blocks;
         Ok(sum_blocks(cx.be, 0..shape.blocks, work.partial, &work.tree, &mut |be, block, out| {
             let (lo, hi) = (block * cols, (block + 1) * cols);
-            let (x, w) = (self.activation.col_range(lo, hi), w.col_range(lo, hi));
+            let (x, w) = (self.activated.col_range(lo, hi), w.col_range(lo, hi));
             be.run(Op::Linear { x, w, bias: None, out, accumulate: false })
         })?)
     }
 
-    /// From `work.d_delta_full` to the gradient of gate and up; the down projection's gradient.
+    /// From `work.d_delta_full` to the gradient of the activation's input; those of the down projection and of the bias before
+    /// the activation.
     pub(super) fn backward_output(
         &self,
         cx: &mut Cx,
@@ -69,26 +70,22 @@ impl Mlp {
     ) -> Result<(), StepError> {
         let Model { shape, work, .. } = model;
         let d_block = work.d_delta_full;
-        let w = cx.weights.acquire(cx.be, cx.comms, params.fc2)?;
-        cx.run(Op::LinearDx { d_out: d_block, w, d_x: self.d_activation, accumulate: false })?;
-        cx.run(Op::Activate { activation: Activation::Swiglu, x: saved.gate_up, out: self.activation })?;
-        let (x, add) = (self.activation, shape.add);
-        cx.weights.add_grad(cx.be, cx.comms, params.fc2, |acc| Op::LinearDw {
+        let w = cx.weights.acquire(cx.be, cx.comms, params.fc2.weight)?;
+        cx.run(Op::LinearDx { d_out: d_block, w, d_x: self.d_activated, accumulate: false })?;
+        cx.run(Op::Activate { activation: shape.activation, x: saved.projected, out: self.activated })?;
+        let (x, add) = (self.activated, shape.add);
+        cx.weights.add_grad(cx.be, cx.comms, params.fc2.weight, |acc| Op::LinearDw {
             d_out: d_block,
             x,
             acc,
             add,
         })?;
-        let (d_out, gate_up) = (self.d_activation, saved.gate_up);
-        Ok(cx.run(Op::ActivateBackward {
-            activation: Activation::Swiglu,
-            d_out,
-            x: gate_up,
-            d_x: self.d_gate_up,
-        })?)
+        let (activation, d_out, x) = (shape.activation, self.d_activated, saved.projected);
+        cx.run(Op::ActivateBackward { activation, d_out, x, d_x: self.d_projected })?;
+        model.bias_grad(cx, params.fc1.bias, self.d_projected)
     }
 
-    /// From there to `work.d_normed_partial`; the fused weight's gradient, with its input in `work.normed_full`.
+    /// From there to `work.d_normed_partial`; the weight's gradient, with its input in `work.normed_full`.
     pub(super) fn backward_input(
         &self,
         cx: &mut Cx,
@@ -96,18 +93,18 @@ impl Mlp {
         params: &LayerParams,
     ) -> Result<(), StepError> {
         let Model { shape, work, .. } = model;
-        let w = cx.weights.acquire(cx.be, cx.comms, params.fc1)?;
+        let w = cx.weights.acquire(cx.be, cx.comms, params.fc1.weight)?;
         let rows = shape.ffn / shape.blocks;
         sum_blocks(cx.be, 0..shape.blocks, work.d_normed_partial, &work.tree, &mut |be, block, d_x| {
             // A block is the same rows of gate and of up, which TP cuts apart.
-            for (part, accumulate) in [(0, false), (shape.ffn, true)] {
-                let (lo, hi) = (part + block * rows, part + (block + 1) * rows);
-                let (d_out, w) = (self.d_gate_up.col_range(lo, hi), w.row_range(lo, hi));
-                be.run(Op::LinearDx { d_out, w, d_x, accumulate })?;
+            for part in 0..shape.activation.inputs() {
+                let (lo, hi) = (part * shape.ffn + block * rows, part * shape.ffn + (block + 1) * rows);
+                let (d_out, w) = (self.d_projected.col_range(lo, hi), w.row_range(lo, hi));
+                be.run(Op::LinearDx { d_out, w, d_x, accumulate: part > 0 })?;
             }
             Ok(())
         })?;
-        let (d_out, x, add) = (self.d_gate_up, work.normed_full, shape.add);
-        cx.weights.add_grad(cx.be, cx.comms, params.fc1, |acc| Op::LinearDw { d_out, x, acc, add })
+        let (d_out, x, add) = (self.d_projected, work.normed_full, shape.add);
+        cx.weights.add_grad(cx.be, cx.comms, params.fc1.weight, |acc| Op::LinearDw { d_out, x, acc, add })
     }
 }

@@ -1,7 +1,7 @@
 //! The table of parameters: names, shapes, placements, initial values. Everything that shards, saves, loads, reduces or
 //! updates a parameter derives it from here.
 
-use crate::config::TrainConfig;
+use crate::config::{Biases, Normalization, PositionEmbedding, TrainConfig};
 use mesh::{DimPlacement, GroupKind, Placement, TensorKey};
 
 /// One parameter of the model.
@@ -20,6 +20,8 @@ pub struct ParamDecl {
 /// How a parameter starts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
+    /// Every element is 0.
+    Zeros,
     /// Every element is 1.
     Ones,
     /// Normal with this standard deviation, drawn by global element index.
@@ -33,21 +35,30 @@ pub enum Init {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ParamId(pub usize);
 
-/// The parameters of one decoder layer.
+/// A weight and what is added to its output: a projection and its bias, a norm's gain and shift.
+#[derive(Clone, Copy, Debug)]
+pub struct Affine {
+    /// What is multiplied by.
+    pub weight: ParamId,
+    /// What is added, one element an output.
+    pub bias: Option<ParamId>,
+}
+
+/// The parameters of one decoder layer. F inputs of the down projection, and for SwiGLU as many gates.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerParams {
     /// Norm before attention, `[h]`.
-    pub input_norm: ParamId,
+    pub input_norm: Affine,
     /// Fused query, key and value heads, `[G·(q+2)·d, h]`, per group.
-    pub qkv: ParamId,
+    pub qkv: Affine,
     /// Attention output, `[h, G·q·d]`.
-    pub proj: ParamId,
+    pub proj: Affine,
     /// Norm before the feed-forward block, `[h]`.
-    pub mlp_norm: ParamId,
-    /// Fused gate and up, `[2F, h]`.
-    pub fc1: ParamId,
+    pub mlp_norm: Affine,
+    /// Fused gate and up, `[2F, h]`; without gates `[F, h]`.
+    pub fc1: Affine,
     /// Down projection, `[h, F]`.
-    pub fc2: ParamId,
+    pub fc2: Affine,
 }
 
 /// The parameters of a model, and which is which.
@@ -57,10 +68,12 @@ pub struct ParamTable {
     pub params: Vec<ParamDecl>,
     /// Word embedding, `[V, h]`.
     pub embedding: ParamId,
+    /// Learned positions, `[P, h]`.
+    pub positions: Option<ParamId>,
     /// By global layer number.
     pub layers: Vec<LayerParams>,
     /// Norm after the last layer, `[h]`.
-    pub final_norm: ParamId,
+    pub final_norm: Affine,
     /// Output layer, `[V, h]`: the word embedding itself if tied.
     pub output: ParamId,
 }
@@ -97,51 +110,91 @@ impl ParamTable {
             ])
         };
         let vocabulary = || column_parallel(DimPlacement::whole(vocab).padded_to(padded), hidden);
+        // Vectors are cut by TP as the rows of their weight, and never by GTP.
+        let whole_vector = || Placement::new(vec![DimPlacement::whole(hidden)]);
+        let cut_vector = |rows: DimPlacement| Placement::new(vec![rows.exact(GroupKind::Tp)]);
+        let qkv_rows = || DimPlacement::whole(qkv_rows);
+        let fc1_rows = || DimPlacement::fused(&vec![ffn; model.activation.inputs()]);
+        let shift = || (model.normalization == Normalization::LayerNorm).then(whole_vector);
+        let has_biases = model.biases == Biases::All;
 
-        let mut params = Vec::new();
-        let mut matrix = |key: String, placement, init| {
-            params.push(ParamDecl { key: TensorKey::new(key), placement, init, decay: true });
-            ParamId(params.len() - 1)
+        let mut table = Params::default();
+        let embedding = table.add("embedding.word_embeddings.weight".into(), vocabulary(), normal);
+        let positions = match model.position_embedding {
+            PositionEmbedding::Rope => None,
+            PositionEmbedding::LearnedAbsolute { max_positions } => {
+                let rows = DimPlacement::whole(max_positions as u64);
+                let placement = Placement::new(vec![rows, DimPlacement::whole(hidden)]);
+                Some(table.add("embedding.position_embeddings.weight".into(), placement, normal))
+            }
         };
-        let embedding = matrix("embedding.word_embeddings.weight".into(), vocabulary(), normal);
-        let mut layers = Vec::new();
-        for layer in 0..model.num_layers {
-            let name = |part: &str| format!("decoder.layers.{layer}.{part}");
-            let norm = Placement::new(vec![DimPlacement::whole(hidden)]);
-            layers.push(LayerParams {
-                input_norm: matrix(
-                    name("self_attention.linear_qkv.layer_norm_weight"),
-                    norm.clone(),
-                    Init::Ones,
-                ),
-                qkv: matrix(
-                    name("self_attention.linear_qkv.weight"),
-                    column_parallel(DimPlacement::whole(qkv_rows), hidden),
-                    normal,
-                ),
-                proj: matrix(
-                    name("self_attention.linear_proj.weight"),
-                    row_parallel(hidden, query_cols),
-                    residual,
-                ),
-                mlp_norm: matrix(name("mlp.linear_fc1.layer_norm_weight"), norm, Init::Ones),
-                fc1: matrix(
-                    name("mlp.linear_fc1.weight"),
-                    column_parallel(DimPlacement::fused(&[ffn, ffn]), hidden),
-                    normal,
-                ),
-                fc2: matrix(name("mlp.linear_fc2.weight"), row_parallel(hidden, ffn), residual),
-            });
-        }
-        let norm = Placement::new(vec![DimPlacement::whole(hidden)]);
-        let final_norm = matrix("decoder.final_layernorm.weight".into(), norm, Init::Ones);
+        let layers = (0..model.num_layers)
+            .map(|layer| {
+                let mut affine = |part: &str, placement, init, bias| {
+                    table.affine(&format!("decoder.layers.{layer}.{part}"), placement, init, bias)
+                };
+                LayerParams {
+                    input_norm: affine(
+                        "self_attention.linear_qkv.layer_norm_",
+                        whole_vector(),
+                        Init::Ones,
+                        shift(),
+                    ),
+                    qkv: affine(
+                        "self_attention.linear_qkv.",
+                        column_parallel(qkv_rows(), hidden),
+                        normal,
+                        (model.biases != Biases::None).then(|| cut_vector(qkv_rows())),
+                    ),
+                    proj: affine(
+                        "self_attention.linear_proj.",
+                        row_parallel(hidden, query_cols),
+                        residual,
+                        has_biases.then(whole_vector),
+                    ),
+                    mlp_norm: affine("mlp.linear_fc1.layer_norm_", whole_vector(), Init::Ones, shift()),
+                    fc1: affine(
+                        "mlp.linear_fc1.",
+                        column_parallel(fc1_rows(), hidden),
+                        normal,
+                        has_biases.then(|| cut_vector(fc1_rows())),
+                    ),
+                    fc2: affine(
+                        "mlp.linear_fc2.",
+                        row_parallel(hidden, ffn),
+                        residual,
+                        has_biases.then(whole_vector),
+                    ),
+                }
+            })
+            .collect();
+        let final_norm = table.affine("decoder.final_layernorm.", whole_vector(), Init::Ones, shift());
         let output = match model.tie_embeddings {
             true => embedding,
-            false => matrix("output_layer.weight".into(), vocabulary(), normal),
+            false => table.add("output_layer.weight".into(), vocabulary(), normal),
         };
-        for param in &mut params {
-            param.decay = param.placement.dims().len() > 1;
+        ParamTable { params: table.params, embedding, positions, layers, final_norm, output }
+    }
+}
+
+/// A table in the making.
+#[derive(Default)]
+struct Params {
+    params: Vec<ParamDecl>,
+}
+
+impl Params {
+    fn add(&mut self, key: String, placement: Placement, init: Init) -> ParamId {
+        let decay = placement.dims().len() > 1;
+        self.params.push(ParamDecl { key: TensorKey::new(key), placement, init, decay });
+        ParamId(self.params.len() - 1)
+    }
+
+    /// `stem` and `weight`, and where there is a bias `stem` and `bias`.
+    fn affine(&mut self, stem: &str, placement: Placement, init: Init, bias: Option<Placement>) -> Affine {
+        Affine {
+            weight: self.add(format!("{stem}weight"), placement, init),
+            bias: bias.map(|placement| self.add(format!("{stem}bias"), placement, Init::Zeros)),
         }
-        ParamTable { params, embedding, layers, final_norm, output }
     }
 }

@@ -45,6 +45,10 @@ pub fn compare(
     row("kv-channels", false, &m.kv_channels, &n.kv_channels);
     row("vocab-size", false, &m.vocab_size, &n.vocab_size);
     row("tie-embeddings", false, &m.tie_embeddings, &n.tie_embeddings);
+    row("normalization", false, &m.normalization, &n.normalization);
+    row("position-embedding-type", false, &m.position_embedding, &n.position_embedding);
+    row("activation", false, &m.activation, &n.activation);
+    row("biases", false, &m.biases, &n.biases);
     row("norm-epsilon", true, &m.norm_epsilon, &n.norm_epsilon);
     row("rotary-base", true, &m.rotary_base, &n.rotary_base);
     row("hidden-dropout", true, &m.hidden_dropout, &n.hidden_dropout);
