@@ -74,7 +74,7 @@ fn class_of(error: &(dyn Error + 'static)) -> Option<Class> {
         ckpt::LoadError => ckpt::LoadError::exit_code;
         ckpt::SaveError => ckpt::SaveError::exit_code;
         train::resume::ResumeError => resume_exit;
-        reshard::UndividedTensor => reshard::UndividedTensor::exit_code;
+        reshard::LayoutChangeError => reshard::LayoutChangeError::exit_code;
     }
     if let Some(refusal) = error.downcast_ref::<Refusal>() {
         return Some(Class {

@@ -4,6 +4,7 @@
 use crate::axis::Axis;
 use crate::group_options::{GroupOptions, GroupOptionsError};
 use crate::layout::ParallelLayout;
+use crate::pipeline::Pipeline;
 use crate::rank::{GroupRank, Rank};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -222,6 +223,8 @@ pub struct GroupTable {
     kinds: BTreeMap<GroupKind, Option<GroupsOfKind>>,
     /// Levels inside `cp`, the innermost first.
     hcp: Vec<GroupsOfKind>,
+    /// Which layers the stages of `pp` hold; `None` where every stage is taken to hold all.
+    pipeline: Option<Pipeline>,
 }
 
 impl GroupTable {
@@ -271,7 +274,8 @@ impl GroupTable {
             sizes => levels(&lists(GroupKind::Cp), sizes),
         };
         let hcp = hcp.into_iter().map(|level| GroupsOfKind::new(of_ranks(level))).collect();
-        let table = GroupTable { model: model.into(), ranks: grid.ranks().collect(), kinds, hcp };
+        let table =
+            GroupTable { model: model.into(), ranks: grid.ranks().collect(), kinds, hcp, pipeline: None };
         Ok(match options.create_all_gather_group {
             true => table.with_all_gather_groups(layout.experts().ep > 1),
             false => table,
@@ -281,7 +285,7 @@ impl GroupTable {
     /// A collection that so far holds no group, for a model on `ranks`.
     pub fn empty(model: impl Into<String>, mut ranks: Vec<Rank>) -> Self {
         ranks.sort_unstable();
-        GroupTable { model: model.into(), ranks, kinds: BTreeMap::new(), hcp: Vec::new() }
+        GroupTable { model: model.into(), ranks, kinds: BTreeMap::new(), hcp: Vec::new(), pipeline: None }
     }
 
     /// The same collection with other groups of one kind; `None` says that there is none.
@@ -325,6 +329,23 @@ impl GroupTable {
     pub fn without(mut self, kind: GroupKind) -> Self {
         self.kinds.remove(&kind);
         self
+    }
+
+    /// The same collection of a model whose layers are divided over the stages of `pp`. Without it every stage holds every
+    /// tensor.
+    ///
+    /// # Panics
+    /// If the pipeline has another number of stages.
+    pub fn with_pipeline(mut self, pipeline: Pipeline) -> Self {
+        let num_stages = self.groups(GroupKind::Pp).first().map_or(1, Group::size);
+        assert_eq!(pipeline.num_stages() as usize, num_stages, "stages of the pipeline and ranks of `pp`");
+        self.pipeline = Some(pipeline);
+        self
+    }
+
+    /// Which layers the stages hold.
+    pub fn pipeline(&self) -> Option<&Pipeline> {
+        self.pipeline.as_ref()
     }
 
     /// The model this collection belongs to.

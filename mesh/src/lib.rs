@@ -15,6 +15,7 @@
 //! | what did people say? | [`ParallelArgs`], merged by [`Source`] into [`MergedArgs`] |
 //! | what holds, and why? | [`ParallelConfig`] (with a [`ParallelLayout`] in it), [`MergedArgs::explain`] |
 //! | which ranks talk to each other? | [`GroupTable`] of a model, [`ProcessGroups`] of one of its ranks, by [`GroupKind`] |
+//! | which layers has a stage? | [`Pipeline`], by [`PipelineSplit`]; [`ModelPart`] of a tensor |
 //! | which part of a tensor is mine? | [`Placement`] of the tensor → [`LocalShard`]: [`Region`]s and a [`ReplicaId`] |
 //! | is every element somebody's, once? | [`prove_tiling`] |
 //! | what does a checkpoint hold? | [`StateTable`] of [`StateEntry`] |
@@ -76,10 +77,12 @@ mod axis;
 mod batch;
 mod config;
 mod explain;
+mod fold;
 mod group_options;
 mod groups;
 mod layers;
 mod layout;
+mod pipeline;
 mod placement;
 mod rank;
 mod region;
@@ -92,12 +95,14 @@ pub use args::{MergedArgs, ParallelArgs};
 pub use axis::{Axis, Grid};
 pub use config::{ParallelConfig, ParallelError, ParallelSettings};
 pub use explain::{Explained, Origin};
+pub use fold::{Fold, FoldMemory};
 pub use group_options::{GroupOptions, GroupOptionsError};
 pub use groups::{AllGatherRanks, Group, GroupKind, GroupTable, MissingGroups, ProcessGroups, UnknownGroup};
 pub use layers::{Merged, Source};
 pub use layout::{
     ConfiguredCp, ExpertSizes, LayoutError, LayoutSizes, MAX_RANKS, ParallelLayout, RankOrder, RuntimeCp,
 };
+pub use pipeline::{BadStageLayout, ModelPart, Pipeline, PipelineError, PipelineSplit, StageLayout};
 pub use placement::{Cut, DimPlacement, Indivisible, InvalidDim, LocalShard, Piece, Placement};
 pub use rank::{GroupRank, Rank};
 pub use region::{Region, Runs, TilingFault, paired_runs, prove_tiling};

@@ -1,7 +1,8 @@
 //! `Placement`: one declaration per tensor of which dims are cut over which groups. With a model's process groups it
 //! yields the boxes that a rank holds and which replica they are. Model, optimizer, save, load and `plan` all use it.
 
-use crate::groups::{GroupKind, ProcessGroups};
+use crate::groups::{GroupKind, GroupTable, ProcessGroups};
+use crate::pipeline::ModelPart;
 use crate::region::Region;
 use crate::shape::Shape;
 use crate::shard::ReplicaId;
@@ -12,6 +13,9 @@ use std::num::NonZeroU64;
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Placement {
     dims: Vec<DimPlacement>,
+    /// Which pipeline stages hold it.
+    #[serde(default, skip_serializing_if = "ModelPart::is_every_stage")]
+    part: ModelPart,
 }
 
 /// One dim of a placement.
@@ -295,18 +299,18 @@ fn slice(runs: &[Run], start: u64, len: u64) -> Vec<Run> {
 impl Placement {
     /// A tensor with these dims.
     pub fn new(dims: Vec<DimPlacement>) -> Self {
-        Placement { dims }
+        Placement { dims, part: ModelPart::EveryStage }
     }
 
     /// A tensor of `shape` that every rank holds whole.
     pub fn replicated(shape: &Shape) -> Self {
-        Placement { dims: shape.dims().iter().map(|extent| DimPlacement::whole(*extent)).collect() }
+        Placement::new(shape.dims().iter().map(|extent| DimPlacement::whole(*extent)).collect())
     }
 
     /// One cell a rank: leading dims cut over groups, one index each, then a cell of shape `cell`.
     pub fn cells(grid: &[(GroupKind, u64)], cell: &[u64]) -> Self {
         let axes = grid.iter().map(|(group, extent)| DimPlacement::whole(*extent).exact(*group));
-        Placement { dims: axes.chain(cell.iter().map(|extent| DimPlacement::whole(*extent))).collect() }
+        Placement::new(axes.chain(cell.iter().map(|extent| DimPlacement::whole(*extent))).collect())
     }
 
     /// The same tensor with its local rows cut once more over `group`, as optimizer state is over weight replicas.
@@ -316,6 +320,29 @@ impl Placement {
             *rows = rows.clone().ceil(group);
         }
         self
+    }
+
+    /// The same tensor on the pipeline stages that hold `part`.
+    ///
+    /// # Panics
+    /// If it is a scalar: nothing of it is still one element, so every stage has it.
+    pub fn of(mut self, part: ModelPart) -> Self {
+        assert!(!self.dims.is_empty(), "a scalar is on every stage");
+        self.part = part;
+        self
+    }
+
+    /// Which pipeline stages hold it.
+    pub fn part(&self) -> ModelPart {
+        self.part
+    }
+
+    /// A placement that divides the tensor in the same way among the ranks of `table`; the same one for all tensors of the
+    /// same dims on the same stages.
+    pub fn representative(&self, table: &GroupTable) -> Placement {
+        let part =
+            table.pipeline().map_or(ModelPart::EveryStage, |pipeline| pipeline.representative(self.part));
+        Placement { dims: self.dims.clone(), part }
     }
 
     /// The dims, outermost first.
@@ -336,11 +363,15 @@ impl Placement {
         self.dims.iter().flat_map(DimPlacement::cuts).any(covers)
     }
 
-    /// What the rank behind `groups` holds.
+    /// What the rank behind `groups` holds: nothing on a pipeline stage that the tensor is not on.
     ///
     /// # Errors
     /// If an exact cut does not divide.
     pub fn shard(&self, groups: &ProcessGroups) -> Result<LocalShard, Indivisible> {
+        if self.copy_on_stage(groups).is_none() {
+            let shape = Shape::new(&vec![0; self.dims.len()]);
+            return Ok(LocalShard { shape, pieces: Vec::new(), replica: self.replica(groups) });
+        }
         let dims: Vec<Vec<Run>> = (self.dims.iter().enumerate())
             .map(|(dim, placement)| placement.runs(dim, groups))
             .collect::<Result<_, _>>()?;
@@ -366,13 +397,24 @@ impl Placement {
         Ok(LocalShard { shape, pieces, replica: self.replica(groups) })
     }
 
+    /// Which copy for another pipeline stage the rank's stage holds, 0 the main one; `None` if it holds none.
+    fn copy_on_stage(&self, groups: &ProcessGroups) -> Option<u32> {
+        let stage = groups.position(GroupKind::Pp).0;
+        match groups.table().pipeline() {
+            _ if self.is_cut_over(GroupKind::Pp) => Some(0),
+            Some(pipeline) => pipeline.copy_on(stage, self.part),
+            None => Some(stage),
+        }
+    }
+
     /// Which copy the rank behind `groups` holds: its position along the axes that do not cut the tensor.
     pub fn replica(&self, groups: &ProcessGroups) -> ReplicaId {
         let position = |group| if self.is_cut_over(group) { 0 } else { groups.position(group).0 };
+        let pp = self.copy_on_stage(groups).unwrap_or(0);
         // What experts hold has the axes of their grid.
         if self.is_cut_over(GroupKind::Ep) {
             return ReplicaId {
-                pp: 0,
+                pp,
                 tp: position(GroupKind::ExptTp),
                 gtp: position(GroupKind::ExptGtpRemat),
                 dp: position(GroupKind::ExptDp),
@@ -384,6 +426,6 @@ impl Placement {
         } else {
             (position(GroupKind::GtpRemat), position(GroupKind::DpCp))
         };
-        ReplicaId { pp: 0, tp: position(GroupKind::Tp), gtp, dp }
+        ReplicaId { pp, tp: position(GroupKind::Tp), gtp, dp }
     }
 }

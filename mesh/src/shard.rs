@@ -41,7 +41,7 @@ impl From<&str> for TensorKey {
 /// Built from the model's own process groups.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ReplicaId {
-    /// 1 for a tied weight's copy on another pipeline stage.
+    /// 1 for a tied weight's copy on another pipeline stage; the stage where every one holds the tensor.
     pub pp: u32,
     /// Index along TP, or ETP for what experts hold.
     pub tp: u32,

@@ -10,6 +10,6 @@
 mod plan;
 
 pub use plan::{
-    Bytes, CutChange, LayoutChange, NumberChange, RandomStreams, RankChange, TensorChange, UndividedTensor,
-    plan_layout_change,
+    Bytes, CutChange, FoldChange, LayoutChange, LayoutChangeError, NumberChange, RandomStreams, RankChange,
+    TensorChange, UndividedTensor, plan_layout_change,
 };

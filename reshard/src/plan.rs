@@ -3,8 +3,9 @@
 
 use ckpt::{Catalog, StoredTensor, Strictness, own_shards, plan_load};
 use mesh::{
-    Cut, DimPlacement, ExpertSizes, GroupRank, GroupTable, Indivisible, LocalShard, ParallelLayout,
-    Placement, ProcessGroups, Rank, StateEntry, StateKind, StateTable, TensorKey,
+    Cut, DimPlacement, ExpertSizes, Fold, FoldMemory, GroupKind, GroupRank, GroupTable, Indivisible,
+    LocalShard, ModelPart, ParallelLayout, Pipeline, PipelineError, PipelineSplit, Placement, ProcessGroups,
+    Rank, StateEntry, StateKind, StateTable, TensorKey,
 };
 use serde::Serialize;
 use std::collections::HashMap;
@@ -32,8 +33,26 @@ pub struct LayoutChange {
     pub ranks: Vec<RankChange>,
     /// Every tensor but those of random streams, sorted by key.
     pub tensors: Vec<TensorChange>,
+    /// The target with its CP folded into the weight group, another way to cut the same; `None` if that cannot be.
+    pub fold: Option<FoldChange>,
     /// What the counts cannot say, for people.
     pub notes: Vec<String>,
+    /// The target's process groups, with its pipeline.
+    #[serde(skip)]
+    target_groups: Arc<GroupTable>,
+}
+
+/// The folded form of a layout, and what it would save.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct FoldChange {
+    /// Its degrees.
+    #[serde(flatten)]
+    pub fold: Fold,
+    /// Bytes of optimizer state that GTP does not cut, in the whole checkpoint.
+    pub optimizer_bytes: u64,
+    /// What of it a rank holds in both forms.
+    #[serde(flatten)]
+    pub memory: FoldMemory,
 }
 
 /// A number of both layouts.
@@ -109,6 +128,40 @@ pub enum RandomStreams {
     Absent,
 }
 
+/// A change of layout that cannot be planned.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LayoutChangeError {
+    /// A tensor that one of the layouts does not divide.
+    #[error(transparent)]
+    Undivided(#[from] UndividedTensor),
+    /// Layers that do not divide over the stages.
+    #[error(transparent)]
+    Pipeline(#[from] PipelineError),
+}
+
+impl LayoutChangeError {
+    /// The error's number.
+    pub fn code(&self) -> &'static str {
+        match self {
+            LayoutChangeError::Undivided(error) => error.code(),
+            LayoutChangeError::Pipeline(error) => error.code(),
+        }
+    }
+
+    /// How to mend it.
+    pub fn help(&self) -> String {
+        match self {
+            LayoutChangeError::Undivided(error) => error.help(),
+            LayoutChangeError::Pipeline(error) => error.help(),
+        }
+    }
+
+    /// The process's exit code.
+    pub fn exit_code(&self) -> u8 {
+        2
+    }
+}
+
 /// A tensor that one of the layouts does not divide.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{key}` cannot be divided under {layout}")]
@@ -132,35 +185,43 @@ impl UndividedTensor {
         "pick degrees that divide the tensor's parts; `remesh inspect` shows its shape and its cuts"
             .to_owned()
     }
-
-    /// The process's exit code.
-    pub fn exit_code(&self) -> u8 {
-        2
-    }
 }
 
-/// What changes when the state in `catalog`, saved under `saved`, is loaded under `target`.
+/// What changes when the state in `catalog`, saved under `saved`, is loaded under `target`, where `split` divides the layers
+/// over `num_chunks` chunks of each pipeline stage. The saved layers are taken to be divided evenly.
 ///
-/// A placement says nothing of pipeline stages, so with several every stage is counted as holding every tensor.
+/// A checkpoint that does not say what is on which stage is counted as if every stage held every tensor.
 ///
 /// # Errors
-/// A tensor that one of the layouts does not divide.
+/// A tensor that one of the layouts does not divide, or layers that do not divide over the stages of the target.
 pub fn plan_layout_change(
     catalog: &Catalog,
     saved: &ParallelLayout,
     target: &ParallelLayout,
-) -> Result<LayoutChange, UndividedTensor> {
-    let sides = Sides { saved: Side::new(saved), target: Side::new(target) };
+    num_chunks: u32,
+    split: &PipelineSplit,
+) -> Result<LayoutChange, LayoutChangeError> {
+    let num_layers = num_layers(catalog);
+    let pipeline = |layout: &ParallelLayout, num_chunks, split| match (layout.pp(), num_layers) {
+        (1, _) | (_, 0) => Ok(None),
+        (num_stages, _) => Pipeline::new(num_layers, num_stages, num_chunks, split).map(Some),
+    };
+    let saved_pipeline = pipeline(saved, 1, &PipelineSplit::EVEN).unwrap_or_default();
+    let told_apart = (saved.pp() == 1 || saved_pipeline.is_some()) && (target.pp() == 1 || num_layers > 0);
+    let sides = Sides {
+        saved: Side::new(saved, saved_pipeline),
+        target: Side::new(target, pipeline(target, num_chunks, split)?),
+    };
     let no_bytes = |rank| RankChange { rank, bytes: Bytes::default() };
     let mut ranks: Vec<RankChange> = target.grid().ranks().map(no_bytes).collect();
     let mut tensors = Vec::new();
     // Tensors share few placements, and a placement costs a division on every rank.
-    let mut divisions: HashMap<&Placement, Vec<Overlap>> = HashMap::new();
+    let mut divisions: HashMap<[Placement; 2], Vec<Overlap>> = HashMap::new();
     for tensor in catalog.tensors().iter().filter(|tensor| tensor.kind != StateKind::Rng) {
         let element_bytes = tensor.dtype.size_bytes() as u64;
         let unplaced;
         let overlaps = match &tensor.placement {
-            Some(placement) => match divisions.entry(placement) {
+            Some(placement) => match divisions.entry(sides.representatives(placement)) {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(new) => new.insert(sides.divide(&tensor.key, placement)?),
             },
@@ -198,7 +259,9 @@ pub fn plan_layout_change(
         bytes,
         random_streams: random_streams(catalog, saved, target),
         ranks,
-        notes: notes(&tensors, saved, target),
+        fold: fold(catalog, target),
+        notes: notes(&tensors, told_apart),
+        target_groups: sides.target.groups,
         tensors,
     })
 }
@@ -216,7 +279,7 @@ impl LayoutChange {
         };
         let entries = catalog.tensors().iter().filter(|tensor| in_scope(tensor)).map(entry).collect();
         let table = StateTable::new(entries).expect("a catalog has each key once");
-        let groups = Arc::new(GroupTable::new("model", &self.target));
+        let groups = &self.target_groups;
         let bytes = |rank: &Rank| {
             let own = own_shards(&table, &groups.for_rank(*rank)).expect("the plan divided every tensor");
             let wanted: Vec<_> = own.into_iter().map(|own| own.shard).collect();
@@ -264,7 +327,26 @@ fn random_streams(catalog: &Catalog, saved: &ParallelLayout, target: &ParallelLa
     }
 }
 
-fn notes(tensors: &[TensorChange], saved: &ParallelLayout, target: &ParallelLayout) -> Vec<String> {
+fn fold(catalog: &Catalog, target: &ParallelLayout) -> Option<FoldChange> {
+    let fold = Fold::of(target)?;
+    let is_cut = |placement: &Placement| placement.is_cut_over(GroupKind::GtpRemat);
+    let uncut = catalog.tensors().iter().filter(|tensor| {
+        tensor.kind == StateKind::Optimizer && !tensor.placement.as_ref().is_some_and(is_cut)
+    });
+    let optimizer_bytes = uncut.map(|tensor| tensor.raw_bytes()).fold(0, u64::saturating_add);
+    Some(FoldChange { fold, optimizer_bytes, memory: fold.memory(target, optimizer_bytes) })
+}
+
+/// Layers of the saved model, as far as its placements name them.
+fn num_layers(catalog: &Catalog) -> u32 {
+    let layer = |placement: &Placement| match placement.part() {
+        ModelPart::Layer(layer) => layer.saturating_add(1),
+        _ => 0,
+    };
+    catalog.tensors().iter().filter_map(|tensor| tensor.placement.as_ref()).map(layer).max().unwrap_or(0)
+}
+
+fn notes(tensors: &[TensorChange], told_apart: bool) -> Vec<String> {
     let mut notes = Vec::new();
     let unknown = tensors.iter().filter(|tensor| tensor.cut == CutChange::Unknown).count();
     if unknown > 0 {
@@ -273,7 +355,7 @@ fn notes(tensors: &[TensorChange], saved: &ParallelLayout, target: &ParallelLayo
             tensors.len()
         ));
     }
-    if saved.pp().max(target.pp()) > 1 {
+    if !told_apart {
         notes.push("pipeline stages are not told apart: each is counted as holding every layer".to_owned());
     }
     notes
@@ -299,6 +381,11 @@ struct Overlap {
 }
 
 impl Sides<'_> {
+    /// Equal for tensors that both sides divide alike.
+    fn representatives(&self, placement: &Placement) -> [Placement; 2] {
+        [&self.saved, &self.target].map(|side| placement.representative(&side.groups))
+    }
+
     /// One overlap for each target rank, ascending.
     fn divide(&self, key: &TensorKey, placement: &Placement) -> Result<Vec<Overlap>, UndividedTensor> {
         // Ranks with the same coordinates along the cuts hold the same boxes.
@@ -330,12 +417,18 @@ fn cuts(placement: &Placement) -> impl Iterator<Item = &Cut> {
 }
 
 fn coordinates(placement: &Placement, groups: &ProcessGroups) -> Vec<GroupRank> {
-    cuts(placement).map(|cut| groups.position(cut.group())).collect()
+    let stage = (placement.part() != ModelPart::EveryStage).then_some(GroupKind::Pp);
+    cuts(placement).map(|cut| cut.group()).chain(stage).map(|group| groups.position(group)).collect()
 }
 
 impl<'a> Side<'a> {
-    fn new(layout: &'a ParallelLayout) -> Self {
-        Side { layout, groups: Arc::new(GroupTable::new("model", layout)) }
+    fn new(layout: &'a ParallelLayout, pipeline: Option<Pipeline>) -> Self {
+        let groups = GroupTable::new("model", layout);
+        let groups = match pipeline {
+            Some(pipeline) => groups.with_pipeline(pipeline),
+            None => groups,
+        };
+        Side { layout, groups: Arc::new(groups) }
     }
 
     fn rank(&self, rank: Rank) -> Option<ProcessGroups> {

@@ -5,11 +5,11 @@ use ckpt::{
 };
 use expect_test::expect;
 use mesh::{
-    ConfiguredCp, DType, DimPlacement, GroupKind, GroupTable, LayoutSizes, ParallelLayout, Placement, Rank,
-    RankOrder, Region, Shape, StateKind, TensorKey,
+    ConfiguredCp, DType, DimPlacement, GroupKind, GroupTable, LayoutSizes, ModelPart, ParallelLayout,
+    PipelineSplit, Placement, Rank, RankOrder, Region, Shape, StateKind, TensorKey,
 };
 use proptest::prelude::*;
-use reshard::{Bytes, CutChange, LayoutChange, RandomStreams, plan_layout_change};
+use reshard::{Bytes, CutChange, LayoutChange, LayoutChangeError, RandomStreams, plan_layout_change};
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -92,9 +92,18 @@ fn model(saved: &ParallelLayout) -> Catalog {
     ])
 }
 
+/// The plan of a change between layouts of one stage, or of evenly divided ones.
+fn plan(
+    catalog: &Catalog,
+    saved: &ParallelLayout,
+    target: &ParallelLayout,
+) -> Result<LayoutChange, LayoutChangeError> {
+    plan_layout_change(catalog, saved, target, 1, &PipelineSplit::EVEN)
+}
+
 fn change(saved: [u32; 5], target: [u32; 5]) -> LayoutChange {
     let saved = layout(saved);
-    plan_layout_change(&model(&saved), &saved, &layout(target)).unwrap()
+    plan(&model(&saved), &saved, &layout(target)).unwrap()
 }
 
 /// Kept and moved of one tensor.
@@ -178,7 +187,7 @@ fn another_tp_moves_the_rows_that_change_hands() {
 fn one_weight_shard_to_three_keeps_the_first_and_moves_the_others() {
     let rows = column(10, 1);
     let catalog = catalog(vec![placed("w", StateKind::Model, rows)]);
-    let change = plan_layout_change(&catalog, &layout([1, 1, 1, 1, 1]), &layout([1, 3, 1, 1, 1])).unwrap();
+    let change = plan(&catalog, &layout([1, 1, 1, 1, 1]), &layout([1, 3, 1, 1, 1])).unwrap();
     let kept_and_moved: Vec<_> =
         change.ranks.iter().map(|rank| (rank.bytes.kept, rank.bytes.moved)).collect();
     assert_eq!(kept_and_moved, [(16, 0), (0, 16), (0, 8)]);
@@ -191,7 +200,7 @@ fn one_weight_shard_to_three_keeps_the_first_and_moves_the_others() {
 #[test]
 fn eight_ranks_to_three_keep_what_still_lies_right() {
     let catalog = catalog(vec![placed("w", StateKind::Model, column(24, 1))]);
-    let change = plan_layout_change(&catalog, &layout([1, 8, 1, 1, 1]), &layout([1, 3, 1, 1, 1])).unwrap();
+    let change = plan(&catalog, &layout([1, 8, 1, 1, 1]), &layout([1, 3, 1, 1, 1])).unwrap();
     assert_eq!(change.bytes, Bytes { wanted: 96, kept: 12, moved: 84 });
 }
 
@@ -221,17 +230,60 @@ fn copies_are_counted() {
 fn a_tensor_without_placement_is_counted_whole_and_said_so() {
     let shape = Shape::new(&[6]);
     let catalog = catalog(vec![("blob", StateKind::Object, shape, None)]);
-    let change = plan_layout_change(&catalog, &layout([1, 1, 1, 1, 2]), &layout([1, 1, 1, 1, 2])).unwrap();
+    let change = plan(&catalog, &layout([1, 1, 1, 1, 2]), &layout([1, 1, 1, 1, 2])).unwrap();
     assert_eq!(change.bytes, Bytes { wanted: 48, kept: 0, moved: 48 });
     assert!(!change.resume_in_place);
     expect!["without placement: 1 of 1 tensors, counted whole on every rank as bytes to move"]
         .assert_eq(&change.notes.join("\n"));
 }
 
+/// Four layers of 32 B, from one stage to two of two layers each. Rank 0 keeps its two of four, rank 1 is new; what both
+/// ends hold is on both.
+#[test]
+fn layers_move_to_their_stages_and_nothing_is_counted_on_another() {
+    let on = |part| Placement::new(vec![DimPlacement::whole(8)]).of(part);
+    let layers: Vec<String> = (0..4).map(|layer| format!("layer.{layer}")).collect();
+    let mut tensors: Vec<_> = (0..4)
+        .map(|layer| placed(&layers[layer], StateKind::Model, on(ModelPart::Layer(layer as u32))))
+        .collect();
+    tensors.insert(0, placed("embedding", StateKind::Model, on(ModelPart::BothEnds)));
+    let catalog = catalog(tensors);
+    let one = layout([1, 1, 1, 1, 1]);
+    let two = ParallelLayout::new(LayoutSizes { world_size: 2, pp: 2, ..one.sizes() }).unwrap();
+    let change = plan(&catalog, &one, &two).unwrap();
+    let bytes = |rank: usize| change.ranks[rank].bytes;
+    assert_eq!(bytes(0), Bytes { wanted: 96, kept: 96, moved: 0 });
+    assert_eq!(bytes(1), Bytes { wanted: 96, kept: 0, moved: 96 });
+    assert_eq!(change.notes, [""; 0]);
+    // Back again, the other half comes to rank 0.
+    let change = plan(&catalog, &two, &one).unwrap();
+    assert_eq!(change.bytes, Bytes { wanted: 160, kept: 96, moved: 64 });
+    let three = ParallelLayout::new(LayoutSizes { world_size: 3, pp: 3, ..one.sizes() }).unwrap();
+    let error = plan(&catalog, &one, &three).unwrap_err();
+    expect!["RM2009 layers 4 ÷ 3 is not exact; `--pipeline-model-parallel-layout 'Ett|t|tL'` works"]
+        .assert_eq(&format!("{} {error}; {}", error.code(), error.help()));
+}
+
+/// 16 B of a norm's moment, which GTP does not cut. Two sequence shards in four weight shards fold to CP 2 and GTP 2.
+#[test]
+fn a_fold_says_what_uncut_optimizer_state_takes_in_both_forms() {
+    let norm = Placement::new(vec![DimPlacement::whole(4)]);
+    let moment = norm.with_rows_over(GroupKind::DpCp);
+    let catalog = catalog(vec![
+        placed("cut", StateKind::Optimizer, column(16, 8)),
+        placed("norm", StateKind::Optimizer, moment),
+    ]);
+    let change = plan(&catalog, &layout([1, 1, 1, 1, 1]), &layout([1, 4, 2, 1, 1])).unwrap();
+    expect![[r#"{"cp":2,"gtp":2,"optimizer_bytes":16,"here_bytes":16,"folded_bytes":8}"#]]
+        .assert_eq(&serde_json::to_string(&change.fold).unwrap());
+    // CP beyond the weight group has no folded form.
+    assert_eq!(plan(&catalog, &layout([1, 1, 1, 1, 1]), &layout([1, 4, 2, 2, 1])).unwrap().fold, None);
+}
+
 #[test]
 fn a_degree_that_does_not_divide_is_refused_with_the_tensor() {
     let catalog = catalog(vec![placed("w", StateKind::Model, column(10, 1))]);
-    let error = plan_layout_change(&catalog, &layout([1, 1, 1, 1, 1]), &layout([4, 1, 1, 1, 1])).unwrap_err();
+    let error = plan(&catalog, &layout([1, 1, 1, 1, 1]), &layout([4, 1, 1, 1, 1])).unwrap_err();
     assert_eq!(error.code(), "RM2003");
     expect!["`w` cannot be divided under TP 4 · GTP 1 · CP 1 · DP 1 · world 4"].assert_eq(&error.to_string());
     let cause = std::error::Error::source(&error).unwrap();
@@ -248,7 +300,7 @@ fn ten_thousand_ranks_resume_in_place() {
 #[test]
 fn the_document_has_numbers_for_scripts() {
     let catalog = catalog(vec![placed("w", StateKind::Model, column(10, 1))]);
-    let change = plan_layout_change(&catalog, &layout([1, 1, 1, 1, 1]), &layout([1, 1, 1, 1, 2])).unwrap();
+    let change = plan(&catalog, &layout([1, 1, 1, 1, 1]), &layout([1, 1, 1, 1, 2])).unwrap();
     let json = serde_json::to_value(&change).unwrap();
     assert_eq!(json["bytes"], serde_json::json!({ "wanted": 80, "kept": 40, "moved": 40 }));
     assert_eq!(json["ranks"][1], serde_json::json!({ "rank": 1, "wanted": 40, "kept": 0, "moved": 40 }));
@@ -269,7 +321,7 @@ proptest! {
     fn every_wanted_byte_is_kept_or_moved(saved in layouts(), target in layouts()) {
         let (saved, target) = (layout(saved), layout(target));
         let catalog = model(&saved);
-        let change = plan_layout_change(&catalog, &saved, &target).unwrap();
+        let change = plan(&catalog, &saved, &target).unwrap();
         let groups = [&saved, &target].map(|layout| Arc::new(GroupTable::new("gpt", layout)));
         let elements = |side: usize, placement: &Placement, rank: Rank| -> HashSet<u64> {
             if !groups[side].ranks().contains(&rank) {

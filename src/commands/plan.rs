@@ -4,8 +4,8 @@ use crate::args::resolve;
 use crate::location::Location;
 use crate::output::{Output, human_bytes, table};
 use ckpt::Checkpoint;
-use mesh::{Explained, ParallelArgs, ParallelConfig, Source};
-use reshard::{CutChange, LayoutChange, plan_layout_change};
+use mesh::{Explained, ParallelArgs, ParallelConfig, PipelineSplit, Source, StageLayout};
+use reshard::{CutChange, FoldChange, LayoutChange, plan_layout_change};
 use serde::Serialize;
 use std::fmt;
 use std::process::ExitCode;
@@ -24,6 +24,53 @@ pub(crate) struct PlanArgs {
     world_size: Option<u32>,
     #[command(flatten)]
     parallel: ParallelArgs,
+    #[command(flatten)]
+    stages: StageArgs,
+}
+
+/// How the layers are divided over the pipeline stages of the target.
+#[derive(Debug, clap::Args)]
+struct StageArgs {
+    /// Chunks of layers that a pipeline stage has, interleaved [default: 1, or as many as the stage layout says; the layers of a
+    /// stage are a multiple of it]
+    #[arg(long, value_name = "CHUNKS", conflicts_with = "pipeline_model_parallel_layout")]
+    num_virtual_stages_per_pipeline_rank: Option<u32>,
+    /// Layers of the first stage [default: as many as the others]
+    #[arg(long, value_name = "LAYERS", conflicts_with = "pipeline_model_parallel_layout")]
+    decoder_first_pipeline_num_layers: Option<u32>,
+    /// Layers of the last stage [default: as many as the others]
+    #[arg(long, value_name = "LAYERS", conflicts_with = "pipeline_model_parallel_layout")]
+    decoder_last_pipeline_num_layers: Option<u32>,
+    /// Count the embedding as a layer of the first stage
+    #[arg(long, conflicts_with_all = ["pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers"])]
+    account_for_embedding_in_pipeline_split: bool,
+    /// Count the loss as a layer of the last stage
+    #[arg(long, conflicts_with_all = ["pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers"])]
+    account_for_loss_in_pipeline_split: bool,
+    /// Layers of each chunk, such as 'Ett|tt|ttL' [default: the same number each]
+    #[arg(long, value_name = "LAYOUT")]
+    pipeline_model_parallel_layout: Option<StageLayout>,
+}
+
+impl StageArgs {
+    /// Chunks of a stage and the layers of each.
+    fn split(&self, num_stages: u32) -> (u32, PipelineSplit) {
+        if let Some(layout) = &self.pipeline_model_parallel_layout {
+            let num_chunks = (layout.num_chunks() as u32 / num_stages).max(1);
+            return (num_chunks, PipelineSplit::Stages(layout.clone()));
+        }
+        let (first, last) = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers);
+        let split = match first.or(last) {
+            Some(_) => PipelineSplit::FirstLast { first, last },
+            None => PipelineSplit::Even {
+                account_for_embedding: self.account_for_embedding_in_pipeline_split,
+                account_for_loss: self.account_for_loss_in_pipeline_split,
+            },
+        };
+        (self.num_virtual_stages_per_pipeline_rank.unwrap_or(1), split)
+    }
 }
 
 #[derive(Serialize)]
@@ -98,7 +145,10 @@ pub(crate) fn run(args: &PlanArgs, output: &Output) -> anyhow::Result<ExitCode> 
     };
     let target = said.resolve(world_size, 0)?;
     let refused = TrainConfig { parallel: target, ..saved.clone() }.check().err();
-    output.result(&plan(&checkpoint, &saved.parallel, &target, refused, said.explain(&target))?)?;
+    let (num_chunks, split) = args.stages.split(target.layout().pp());
+    let (catalog, layouts) = (checkpoint.catalog(), [saved.parallel.layout(), target.layout()]);
+    let change = plan_layout_change(catalog, layouts[0], layouts[1], num_chunks, &split)?;
+    output.result(&plan(&checkpoint, &saved.parallel, &target, change, refused, said.explain(&target)))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -106,9 +156,10 @@ fn plan(
     checkpoint: &Checkpoint,
     saved: &ParallelConfig,
     target: &ParallelConfig,
+    change: LayoutChange,
     refused: Option<ConfigError>,
     explained: Vec<Explained>,
-) -> anyhow::Result<Plan> {
+) -> Plan {
     let sizes = [
         ("sequence length", saved.seq_length(), target.seq_length()),
         ("global batch size", saved.global_batch_size(), target.global_batch_size()),
@@ -116,9 +167,8 @@ fn plan(
     let changed = sizes.into_iter().filter(|(_, saved, wanted)| saved != wanted);
     let reasons: Vec<String> =
         changed.map(|(what, saved, wanted)| format!("the {what} changes from {saved} to {wanted}")).collect();
-    let change = plan_layout_change(checkpoint.catalog(), saved.layout(), target.layout())?;
     let bytes_read = change.bytes_to_read(checkpoint.catalog());
-    Ok(Plan {
+    Plan {
         schema: "remesh.plan/1",
         run: checkpoint.store().to_string(),
         step: checkpoint.step(),
@@ -138,7 +188,7 @@ fn plan(
             reasons,
         },
         explained,
-    })
+    }
 }
 
 impl fmt::Display for Plan {
@@ -188,8 +238,21 @@ impl fmt::Display for Plan {
             ("random", change.random_streams.to_string()),
             exactness,
         ];
+        // Without sequence shards both forms are the same.
+        let fold = change.fold.filter(|change| change.fold.cp > 1).map(|change| {
+            let FoldChange { fold, memory, .. } = change;
+            let text = format!(
+                "CP {} folded into weight groups of {}: optimizer state that GTP does not cut takes {} a rank there, {} here",
+                fold.cp,
+                fold.cp * fold.gtp,
+                human_bytes(memory.folded_bytes),
+                human_bytes(memory.here_bytes)
+            );
+            ("fold", text)
+        });
         let notes = change.notes.iter().map(|note| ("note", note.clone()));
-        let facts = facts.into_iter().chain(notes).map(|(name, text)| vec![format!("  {name}"), text]);
+        let facts =
+            facts.into_iter().chain(fold).chain(notes).map(|(name, text)| vec![format!("  {name}"), text]);
         write!(f, "\n{}\n{}\n", table(&rows), table(&facts.collect::<Vec<_>>()))?;
         self.explained.iter().try_for_each(|line| writeln!(f, "  {line}"))
     }

@@ -4,7 +4,10 @@
 use crate::support::{self, Layout};
 use ckpt::Store;
 use ckpt::testing::{RankMemory, Ranks, header, load, save};
-use mesh::{DType, GroupKind, GroupTable, Shape, StateEntry, StateKind, StateTable, TensorKey};
+use mesh::{
+    DType, GroupKind, GroupTable, LayoutSizes, ParallelLayout, Pipeline, PipelineSplit, Shape, StateEntry,
+    StateKind, StateTable, TensorKey,
+};
 use train::config::{ModelConfig, TrainConfig};
 use train::model::params::ParamTable;
 use train::state::{EXP_AVG, EXP_AVG_SQ};
@@ -33,12 +36,43 @@ fn state_table(config: &TrainConfig) -> StateTable {
 /// Saves LABEL fill under the first layout, then loads and saves under one after the other; every rank of every hop holds
 /// what its indices say, padding aside.
 fn hops(config: &TrainConfig, layouts: &[Layout]) {
+    let one_stage =
+        |layout: &Layout| Stages { layout: *layout, pp: 1, split: PipelineSplit::EVEN, num_chunks: 1 };
+    stage_hops(config, &layouts.iter().map(one_stage).collect::<Vec<_>>());
+}
+
+/// A layout on each of several pipeline stages.
+#[derive(Debug)]
+struct Stages {
+    layout: Layout,
+    pp: u32,
+    num_chunks: u32,
+    split: PipelineSplit,
+}
+
+impl Stages {
+    fn parallel(&self) -> ParallelLayout {
+        let LayoutSizes { world_size, .. } = self.layout.parallel(96, 48).unwrap().layout().sizes();
+        ParallelLayout::new(LayoutSizes {
+            world_size: world_size * self.pp,
+            pp: self.pp,
+            ..self.layout.parallel(96, 48).unwrap().layout().sizes()
+        })
+        .unwrap()
+    }
+
+    fn groups(&self, num_layers: usize) -> GroupTable {
+        let pipeline = Pipeline::new(num_layers as u32, self.pp, self.num_chunks, &self.split).unwrap();
+        GroupTable::new("model", &self.parallel()).with_pipeline(pipeline)
+    }
+}
+
+fn stage_hops(config: &TrainConfig, layouts: &[Stages]) {
     let table = state_table(config);
     let store = Store::open("memory://").unwrap();
     let mut fingerprint = None;
     for (hop, layout) in layouts.iter().enumerate() {
-        let parallel = layout.parallel(96, 48).unwrap();
-        let ranks = Ranks::new(GroupTable::new("model", parallel.layout()));
+        let ranks = Ranks::new(layout.groups(config.model.num_layers));
         let reports = ranks.run(|groups, exchange| {
             let labelled = RankMemory::labelled(&table, &groups);
             let memory = match hop {
@@ -51,7 +85,7 @@ fn hops(config: &TrainConfig, layouts: &[Layout]) {
                     memory
                 }
             };
-            save(&store, header(hop as u64, *parallel.layout()), &table, &groups, exchange, &memory).unwrap()
+            save(&store, header(hop as u64, layout.parallel()), &table, &groups, exchange, &memory).unwrap()
         });
         let of = *fingerprint.get_or_insert(reports[0].fingerprint);
         assert_eq!(reports[0].fingerprint, of, "hop {hop} to {layout:?}");
@@ -90,4 +124,54 @@ fn a_tied_model_keeps_one_table_and_one_set_of_moments() {
     assert!(!keys.iter().any(|key| key.contains("output_layer")), "{keys:?}");
     assert_eq!(keys.iter().filter(|key| key.contains("word_embeddings")).count(), 3);
     hops(&tied, &[layout(2, 2, 1), layout(1, 1, 2), layout(1, 3, 1)]);
+}
+
+/// PP, the number of chunks of a stage, and TP.
+fn stages(pp: u32, num_chunks: u32, tp: u32, weight_shards: u32, split: PipelineSplit) -> Stages {
+    Stages { layout: layout(tp, weight_shards, 1), pp, num_chunks, split }
+}
+
+#[test]
+fn layers_find_their_stage_whatever_the_pipeline() {
+    let even = || PipelineSplit::EVEN;
+    let first = PipelineSplit::FirstLast { first: Some(2), last: None };
+    let written = PipelineSplit::Stages("E|ttt|tL".parse().unwrap());
+    stage_hops(
+        &config(model()),
+        &[
+            stages(2, 1, 2, 2, even()),
+            stages(1, 1, 4, 4, even()),
+            stages(2, 2, 1, 2, even()),
+            stages(3, 1, 1, 1, first),
+            stages(4, 1, 2, 2, even()),
+            stages(3, 1, 1, 3, written),
+            stages(1, 1, 1, 1, even()),
+        ],
+    );
+}
+
+#[test]
+fn a_tied_table_is_stored_once_and_reaches_the_last_stage_too() {
+    let tied = config(ModelConfig { num_layers: 6, tie_embeddings: true, ..model() });
+    let even = || PipelineSplit::EVEN;
+    let hops = [
+        stages(1, 1, 2, 2, even()),
+        stages(2, 1, 2, 2, even()),
+        stages(3, 2, 1, 1, even()),
+        stages(3, 1, 1, 2, even()),
+        stages(2, 3, 1, 1, even()),
+        stages(1, 1, 1, 1, even()),
+    ];
+    stage_hops(&tied, &hops);
+    // The main copy is that of the first stage; the last one has the same rows as copy 1.
+    let table = state_table(&tied);
+    let embedding = table.index_of(&"embedding.word_embeddings.weight".into()).unwrap();
+    let groups = std::sync::Arc::new(hops[2].groups(6));
+    let copies: Vec<Option<u32>> = (groups.ranks().iter())
+        .map(|rank| {
+            let shard = table.entries()[embedding].placement.shard(&groups.for_rank(*rank)).unwrap();
+            (!shard.pieces.is_empty()).then_some(shard.replica.pp)
+        })
+        .collect();
+    assert_eq!(copies, [Some(0), None, Some(1)]);
 }

@@ -98,16 +98,17 @@ struct Owned {
 /// # Errors
 /// A placement that the groups do not divide, or main replicas that do not tile a tensor exactly.
 pub fn plan_save(table: &StateTable, groups: &Arc<GroupTable>) -> Result<SavePlan, SavePlanError> {
-    let mut by_placement: HashMap<&Placement, usize> = HashMap::new();
+    let mut by_placement: HashMap<Placement, usize> = HashMap::new();
     let mut divisions: Vec<Vec<Owned>> = Vec::new();
     let mut sets = HolderSets::default();
     let mut drafts: Vec<Draft> = Vec::new();
     for (entry, state) in table.entries().iter().enumerate() {
-        let division = match by_placement.get(&state.placement) {
+        let placement = state.placement.representative(groups);
+        let division = match by_placement.get(&placement) {
             Some(division) => *division,
             None => {
-                divisions.push(divide(&state.key, &state.placement, groups, &mut sets)?);
-                by_placement.insert(&state.placement, divisions.len() - 1);
+                divisions.push(divide(&state.key, &placement, groups, &mut sets)?);
+                by_placement.insert(placement, divisions.len() - 1);
                 divisions.len() - 1
             }
         };

@@ -2,7 +2,7 @@
 //! updates a parameter derives it from here.
 
 use crate::config::{Biases, Normalization, PositionEmbedding, TrainConfig};
-use mesh::{DimPlacement, GroupKind, Placement, TensorKey};
+use mesh::{DimPlacement, GroupKind, ModelPart, Placement, TensorKey};
 
 /// One parameter of the model.
 #[derive(Clone, Debug)]
@@ -119,19 +119,22 @@ impl ParamTable {
         let has_biases = model.biases == Biases::All;
 
         let mut table = Params::default();
-        let embedding = table.add("embedding.word_embeddings.weight".into(), vocabulary(), normal);
+        let first = if model.tie_embeddings { ModelPart::BothEnds } else { ModelPart::FirstStage };
+        let embedding = table.add("embedding.word_embeddings.weight".into(), vocabulary().of(first), normal);
         let positions = match model.position_embedding {
             PositionEmbedding::Rope => None,
             PositionEmbedding::LearnedAbsolute { max_positions } => {
                 let rows = DimPlacement::whole(max_positions as u64);
-                let placement = Placement::new(vec![rows, DimPlacement::whole(hidden)]);
+                let placement =
+                    Placement::new(vec![rows, DimPlacement::whole(hidden)]).of(ModelPart::FirstStage);
                 Some(table.add("embedding.position_embeddings.weight".into(), placement, normal))
             }
         };
         let layers = (0..model.num_layers)
             .map(|layer| {
-                let mut affine = |part: &str, placement, init, bias| {
-                    table.affine(&format!("decoder.layers.{layer}.{part}"), placement, init, bias)
+                let mut affine = |name: &str, placement, init, bias| {
+                    let stem = format!("decoder.layers.{layer}.{name}");
+                    table.affine(&stem, ModelPart::Layer(layer as u32), placement, init, bias)
                 };
                 LayerParams {
                     input_norm: affine(
@@ -168,10 +171,12 @@ impl ParamTable {
                 }
             })
             .collect();
-        let final_norm = table.affine("decoder.final_layernorm.", whole_vector(), Init::Ones, shift());
+        let last = ModelPart::LastStage;
+        let final_norm =
+            table.affine("decoder.final_layernorm.", last, whole_vector(), Init::Ones, shift());
         let output = match model.tie_embeddings {
             true => embedding,
-            false => table.add("output_layer.weight".into(), vocabulary(), normal),
+            false => table.add("output_layer.weight".into(), vocabulary().of(last), normal),
         };
         ParamTable { params: table.params, embedding, positions, layers, final_norm, output }
     }
@@ -190,11 +195,18 @@ impl Params {
         ParamId(self.params.len() - 1)
     }
 
-    /// `stem` and `weight`, and where there is a bias `stem` and `bias`.
-    fn affine(&mut self, stem: &str, placement: Placement, init: Init, bias: Option<Placement>) -> Affine {
+    /// `stem` and `weight`, and where there is a bias `stem` and `bias`, both of one part of the model.
+    fn affine(
+        &mut self,
+        stem: &str,
+        part: ModelPart,
+        placement: Placement,
+        init: Init,
+        bias: Option<Placement>,
+    ) -> Affine {
         Affine {
-            weight: self.add(format!("{stem}weight"), placement, init),
-            bias: bias.map(|placement| self.add(format!("{stem}bias"), placement, Init::Zeros)),
+            weight: self.add(format!("{stem}weight"), placement.of(part), init),
+            bias: bias.map(|placement| self.add(format!("{stem}bias"), placement.of(part), Init::Zeros)),
         }
     }
 }
