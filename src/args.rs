@@ -197,6 +197,17 @@ table! {
         /// Samples of the whole run; a last incomplete global batch is not trained
         #[arg(long, value_name = "SAMPLES")]
         train_samples: u64,
+        /// Let the batch grow: samples of the first step, samples added at each level, samples until --global-batch-size is reached
+        /// [default: a constant batch; the end less the start is a multiple of what is added]
+        #[arg(long, num_args = 3, value_names = ["START", "ADDED", "SAMPLES"], conflicts_with = "step_batch_size_schedule")]
+        rampup_batch_size: Vec<u64>,
+        /// Let the batch change at counts of tokens, such as '0:768 250B:1536'; the last size stands for --global-batch-size
+        /// [default: a constant batch]
+        #[arg(long, value_name = "TOKENS:BATCH ...", conflicts_with = "global_batch_size")]
+        step_batch_size_schedule: String,
+        /// Iterations whose batch is passed over, each the number of those done before it
+        #[arg(long, value_name = "ITERATIONS", num_args = 1.., value_delimiter = ',')]
+        iterations_to_skip: Vec<u64>,
         /// Highest learning rate (required to start a run)
         #[arg(long, value_name = "RATE")]
         lr: f64,

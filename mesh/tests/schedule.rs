@@ -1,7 +1,10 @@
 //! Schedules against values computed apart, at their corners, and as they are stored.
 
 use expect_test::expect;
-use mesh::{LrDecayStyle, Schedule, ScheduleConfig, ScheduleUnit, Warmup, WeightDecayStyle, WsdShape};
+use mesh::{
+    BatchSchedule, BatchStep, LrDecayStyle, Schedule, ScheduleConfig, ScheduleUnit, Warmup, WeightDecayStyle,
+    WsdShape,
+};
 
 /// In steps of 8 samples: 30 long, the rate comes down over 25 after 5 of warm-up.
 fn config() -> ScheduleConfig {
@@ -20,8 +23,12 @@ fn config() -> ScheduleConfig {
     }
 }
 
+fn batch(size: u64) -> BatchSchedule {
+    BatchSchedule::constant(size).unwrap()
+}
+
 fn schedule(config: ScheduleConfig) -> Schedule {
-    Schedule::new(config, 8).unwrap()
+    Schedule::new(config, &batch(8)).unwrap()
 }
 
 /// Values in the table have ten digits.
@@ -98,9 +105,9 @@ fn the_same_length_in_iterations_and_in_samples_is_the_same_schedule() {
         ..config()
     };
     assert_eq!(schedule(in_samples.clone()), schedule(config()));
-    assert_eq!(in_samples.train_iterations(8), 30);
-    assert_eq!(in_samples.train_iterations(9), 26);
-    assert_eq!(config().train_iterations(9), 30);
+    assert_eq!(in_samples.train_iterations(&batch(8)), 30);
+    assert_eq!(in_samples.train_iterations(&batch(9)), 26);
+    assert_eq!(config().train_iterations(&batch(9)), 30);
 }
 
 #[test]
@@ -142,7 +149,7 @@ fn a_stored_schedule_comes_back_or_is_refused() {
 
 #[test]
 fn numbers_that_make_no_schedule_are_refused() {
-    let refused = |config| Schedule::new(config, 8).unwrap_err().to_string();
+    let refused = |config| Schedule::new(config, &batch(8)).unwrap_err().to_string();
     let lines = [
         refused(ScheduleConfig { train: 0, ..config() }),
         refused(ScheduleConfig { train: u64::MAX / 2, ..config() }),
@@ -168,4 +175,35 @@ fn numbers_that_make_no_schedule_are_refused() {
         weight decay must be 0 ≤ start 0.01 ≤ end 0.1, and both the same for a constant one
         weight decay must be 0 ≤ start -0.1 ≤ end 0.1, and both the same for a constant one"#]]
     .assert_eq(&lines.join("\n"));
+}
+
+/// Batch 8 until 160 samples are consumed, then 16; 100 iterations; linear decay to the minimum over all of them.
+#[test]
+fn a_rate_that_counts_iterations_gets_to_its_end_although_the_batch_grows() {
+    let batch = BatchSchedule::steps(vec![BatchStep { from: 0, size: 8 }, BatchStep { from: 160, size: 16 }])
+        .unwrap();
+    let config = ScheduleConfig {
+        unit: ScheduleUnit::Iterations,
+        train: 100,
+        lr_decay: 100,
+        lr_warmup: Warmup::Length(20),
+        lr_decay_style: LrDecayStyle::Linear,
+        init_lr: 0.0,
+        max_lr: 1.0,
+        min_lr: 0.25,
+        ..config()
+    };
+    let schedule = Schedule::new(config.clone(), &batch).unwrap();
+    assert_eq!([19, 20, 21, 100].map(|steps| batch.samples_after(steps)), [152, 160, 176, 1440].map(Some));
+    // The warm-up of 20 iterations ends after 160 samples, the decay of 100 after 1440 and not before.
+    assert_eq!(schedule.lr(160), 1.0);
+    assert_eq!(schedule.lr(80), 0.5);
+    assert_eq!(schedule.lr(1440), 0.25);
+    assert_eq!(schedule.lr(800), 0.25 + 0.5 * 0.75);
+    // The last phase of 10 iterations is the last 160 samples.
+    let style = LrDecayStyle::Wsd { length: 10, shape: WsdShape::Linear };
+    let stable = Schedule::new(ScheduleConfig { lr_decay_style: style, ..config.clone() }, &batch).unwrap();
+    assert_eq!([1279, 1280, 1360, 1440].map(|samples| stable.lr(samples)), [1.0, 1.0, 0.625, 0.25]);
+    let style = LrDecayStyle::Wsd { length: 101, shape: WsdShape::Linear };
+    assert!(Schedule::new(ScheduleConfig { lr_decay_style: style, ..config }, &batch).is_err());
 }

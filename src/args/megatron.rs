@@ -92,7 +92,7 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("master-port", Value, NoEffect),
     // Training.
     ("optimizer", Value, SameFor(&["adam"], "the one optimizer so far is AdamW")),
-    ("rampup-batch-size", Value, Refused("the global batch size is constant so far")),
+    ("decrease-batch-size-if-needed", Switch, Refused("a batch is the same under every layout")),
     ("exit-interval", Value, Refused("SIGUSR1 saves and ends a run; --train-iters ends it")),
     ("exit-duration-in-mins", Value, Refused("SIGUSR1 saves and ends a run; `timeout -s USR1` sends it")),
     ("exit-signal-handler", Switch, Same),

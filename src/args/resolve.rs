@@ -7,8 +7,8 @@ use crate::args::{
 use crate::location::local_folder;
 use crate::report::Refusal;
 use mesh::{
-    GroupOptions, LrDecayStyle, ParallelArgs, ParallelConfig, ParallelError, ScheduleConfig, ScheduleError,
-    ScheduleUnit, Warmup, WeightDecayStyle, WsdShape,
+    BatchSchedule, GroupOptions, LrDecayStyle, ParallelArgs, ParallelConfig, Ramp, ScheduleConfig,
+    ScheduleError, ScheduleUnit, Source, Warmup, WeightDecayStyle, WsdShape,
 };
 use train::config::{
     Activation, Biases, Canonical, ConfigError, ModelConfig, Numerics, OptimizerConfig, PositionEmbedding,
@@ -70,9 +70,17 @@ pub(crate) fn require(args: &TrainArgs) -> Result<(), Refusal> {
 ///
 /// # Errors
 /// A layout that cannot be.
-pub(crate) fn parallel(said: &Said) -> Result<ParallelConfig, ParallelError> {
-    let world_size = world_size(said.args.training.nproc_per_node, said.parallelism.args());
-    said.parallelism.resolve(world_size, 0)
+pub(crate) fn parallel(said: &Said) -> anyhow::Result<ParallelConfig> {
+    let args = said.parallelism.args();
+    let world_size = world_size(said.args.training.nproc_per_node, args);
+    let Some(batch) = step_schedule(&said.args.training, args.seq_length)? else {
+        return Ok(said.parallelism.resolve(world_size, 0)?);
+    };
+    if args.global_batch_size.is_some() {
+        return Err(said_twice("global_batch_size", "step_batch_size_schedule").into());
+    }
+    let last = ParallelArgs { global_batch_size: Some(batch.last_size()), ..args.clone() };
+    Ok(ParallelArgs::merge(&[(Source::ProgramDefault, last)]).resolve(world_size, 0)?)
 }
 
 /// The configuration of a run over `parallel`. `vocab_size` is the data's. What goes on from `saved` keeps its schedule and
@@ -87,7 +95,7 @@ pub(crate) fn config(
     saved: Option<&TrainConfig>,
 ) -> anyhow::Result<TrainConfig> {
     let training = &args.training;
-    let global_batch_size = parallel.global_batch_size();
+    let batch = batch(training, &parallel)?;
     let model = model(&args.model, vocab_size, parallel.seq_length() as usize)?;
     let numerics =
         numerics(training, &model, parallel.seq_length() as usize, saved.map(|saved| &saved.numerics))?;
@@ -96,18 +104,16 @@ pub(crate) fn config(
         Some(false) => Precision::Fp32,
         None => saved.map_or(Precision::Fp32, |saved| saved.precision),
     };
-    let train_samples = length(
-        ("train_iters", training.train_iters),
-        ("train_samples", training.train_samples),
-        global_batch_size,
-    )?
-    .ok_or_else(|| missing("train-iters"))?;
-    let train_iters = train_samples / global_batch_size;
+    let train_samples =
+        length(("train_iters", training.train_iters), ("train_samples", training.train_samples), &batch)?
+            .ok_or_else(|| missing("train-iters"))?;
+    let train_iters = batch.steps_within(train_samples);
     if train_iters == 0 {
         return Err(Refusal::usage(
             "RM6003",
             format!(
-                "{train_samples} samples of training are less than a global batch of {global_batch_size}"
+                "{train_samples} samples of training are less than a global batch of {}",
+                batch.size_at(0)
             ),
             "give more --train-samples, or at least one of --train-iters",
         )
@@ -116,7 +122,7 @@ pub(crate) fn config(
     let saved_schedule = saved.map(|saved| &saved.schedule);
     let saved_schedule = saved_schedule.filter(|_| training.override_opt_param_scheduler != Some(true));
     let config = TrainConfig {
-        schedule: schedule(training, train_samples, global_batch_size, saved_schedule)?,
+        schedule: schedule(training, train_samples, &batch, saved_schedule)?,
         optimizer: optimizer(training)?,
         numerics,
         precision,
@@ -125,8 +131,10 @@ pub(crate) fn config(
         loss_average: training.loss_average.unwrap_or_default(),
         epoch_tail: args.data.epoch_tail.unwrap_or_default(),
         max_skipped_in_a_row: training.max_skipped_in_a_row.unwrap_or(3),
+        iterations_to_skip: training.iterations_to_skip.iter().flatten().copied().collect(),
         model,
         parallel,
+        batch,
     };
     config.check()?;
     Ok(config)
@@ -181,6 +189,41 @@ pub(crate) fn check_flags(args: &TrainArgs, parallel: ParallelConfig) -> Result<
         Some(error) => Err(error),
         None => Ok(()),
     }
+}
+
+/// Samples of each step, where `parallel` has the size that holds in the end.
+fn batch(args: &TrainingArgs, parallel: &ParallelConfig) -> anyhow::Result<BatchSchedule> {
+    let end = parallel.global_batch_size();
+    if let Some(schedule) = step_schedule(args, Some(parallel.seq_length()))? {
+        return Ok(schedule);
+    }
+    Ok(match args.rampup_batch_size.as_deref() {
+        None => BatchSchedule::constant(end)?,
+        Some([start, increment, samples]) => {
+            BatchSchedule::ramp(Ramp { start: *start, increment: *increment, samples: *samples, end })?
+        }
+        Some(other) => {
+            let message = format!("`rampup_batch_size` has {} numbers", other.len());
+            let help =
+                "give three: samples of the first step, samples added at each level, samples until the end";
+            return Err(Refusal::usage("RM6003", message, help).into());
+        }
+    })
+}
+
+/// The schedule of batch sizes in steps, if one was said.
+///
+/// # Errors
+/// A text that is none, and a batch size that is said beside it.
+pub(crate) fn step_schedule(
+    args: &TrainingArgs,
+    seq_length: Option<u64>,
+) -> anyhow::Result<Option<BatchSchedule>> {
+    let Some(text) = &args.step_batch_size_schedule else { return Ok(None) };
+    if args.rampup_batch_size.is_some() {
+        return Err(said_twice("step_batch_size_schedule", "rampup_batch_size").into());
+    }
+    Ok(Some(BatchSchedule::parse(text, seq_length)?))
 }
 
 /// Checks that the trainer has the process groups that were asked for.
@@ -298,7 +341,7 @@ fn at_least_0<T: Into<f64> + Copy>(flag: &str, value: T) -> Result<T, Refusal> {
 fn schedule(
     args: &TrainingArgs,
     train_samples: u64,
-    global_batch_size: u64,
+    batch: &BatchSchedule,
     saved: Option<&ScheduleConfig>,
 ) -> anyhow::Result<ScheduleConfig> {
     let mut schedule = match saved {
@@ -317,7 +360,7 @@ fn schedule(
             weight_decay_style: WeightDecayStyle::Constant,
         },
     };
-    let in_samples = |iters, samples| length(iters, samples, global_batch_size);
+    let in_samples = |iters, samples| length(iters, samples, batch);
     let decay =
         in_samples(("lr_decay_iters", args.lr_decay_iters), ("lr_decay_samples", args.lr_decay_samples))?;
     let warmup =
@@ -341,8 +384,13 @@ fn schedule(
         ("lr_wsd_decay_iters", args.lr_wsd_decay_iters),
         ("lr_wsd_decay_samples", args.lr_wsd_decay_samples),
     )?;
+    // Iterations of the last phase are the last ones of the decay, where the batch may have grown.
+    let before =
+        args.lr_wsd_decay_iters.and_then(|last| batch.steps_within(schedule.lr_decay).checked_sub(last));
+    let before = before.and_then(|iterations| batch.samples_after(iterations));
+    let last_phase = before.map(|before| schedule.lr_decay - before).or(last_phase);
     schedule.lr_decay_style = decay_style(args, schedule.lr_decay_style, last_phase)?;
-    Ok(mesh::Schedule::new(schedule, global_batch_size)?.into())
+    Ok(mesh::Schedule::new(schedule, batch)?.into())
 }
 
 fn decay_style(
@@ -379,18 +427,19 @@ fn decay_style(
 fn length(
     (iters_key, iters): (&str, Option<u64>),
     (samples_key, samples): (&str, Option<u64>),
-    global_batch_size: u64,
+    batch: &BatchSchedule,
 ) -> anyhow::Result<Option<u64>> {
     Ok(match (iters, samples) {
         (Some(_), Some(_)) => return Err(said_twice(iters_key, samples_key).into()),
         (Some(iterations), None) => {
-            let too_long = ScheduleError::TooLong { iterations, global_batch_size };
-            Some(iterations.checked_mul(global_batch_size).ok_or(too_long)?)
+            let too_long = || ScheduleError::TooLong { iterations, batch: batch.clone() };
+            Some(batch.samples_after(iterations).ok_or_else(too_long)?)
         }
         (None, samples) => samples,
     })
 }
 
-fn said_twice(key: &str, other: &str) -> Refusal {
+/// Two settings of one thing.
+pub(crate) fn said_twice(key: &str, other: &str) -> Refusal {
     Refusal::usage("RM6003", format!("`{key}` and `{other}` are both set"), "leave one of them out")
 }

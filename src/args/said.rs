@@ -4,7 +4,7 @@ use crate::args::{
     CheckpointArgs, DataArgs, DecayStyle, LoggingArgs, ModelArgs, NumericsArg, PositionEmbeddingType,
     TrainArgs, TrainingArgs, WsdStyle,
 };
-use mesh::{LrDecayStyle, MergedArgs, ParallelArgs, Source, Warmup, WeightDecayStyle, WsdShape};
+use mesh::{BatchStep, LrDecayStyle, MergedArgs, ParallelArgs, Source, Warmup, WeightDecayStyle, WsdShape};
 use train::config::{
     Activation, Biases, ModelConfig, Numerics, OptimizerConfig, PositionEmbedding, Precision, TrainConfig,
 };
@@ -74,7 +74,12 @@ pub(crate) fn settings_of(config: &TrainConfig) -> TrainArgs {
         loss_average,
         epoch_tail,
         max_skipped_in_a_row,
+        batch,
+        iterations_to_skip,
     } = config;
+    let entry =
+        |step: &BatchStep| format!("{}:{}", step.from.saturating_mul(parallel.seq_length()), step.size);
+    let steps = batch.as_steps().map(|steps| steps.iter().map(entry).collect::<Vec<_>>().join(" "));
     let OptimizerConfig { adam_beta1, adam_beta2, adam_eps, clip_grad } = optimizer;
     let (decay_style, wsd) = match schedule.lr_decay_style {
         LrDecayStyle::Constant => (DecayStyle::Constant, None),
@@ -95,7 +100,7 @@ pub(crate) fn settings_of(config: &TrainConfig) -> TrainArgs {
         model: model_settings(model),
         parallelism: ParallelArgs {
             micro_batch_size: Some(parallel.micro_batch_size()),
-            global_batch_size: Some(parallel.global_batch_size()),
+            global_batch_size: steps.is_none().then_some(parallel.global_batch_size()),
             seq_length: Some(parallel.seq_length()),
             ..ParallelArgs::default()
         },
@@ -128,6 +133,10 @@ pub(crate) fn settings_of(config: &TrainConfig) -> TrainArgs {
             canonical_tp_leaves: canonical.map(|canonical| canonical.tp_leaves),
             loss_average: Some(*loss_average),
             max_skipped_in_a_row: Some(*max_skipped_in_a_row),
+            rampup_batch_size: batch.as_ramp().map(|ramp| vec![ramp.start, ramp.increment, ramp.samples]),
+            step_batch_size_schedule: steps,
+            iterations_to_skip: Some(iterations_to_skip.iter().copied().collect::<Vec<_>>())
+                .filter(|skipped| !skipped.is_empty()),
             ..TrainingArgs::default()
         },
         data: DataArgs { epoch_tail: Some(*epoch_tail), ..DataArgs::default() },

@@ -101,8 +101,9 @@ fn check(said: &Said) -> anyhow::Result<()> {
     match resolve::parallel(said) {
         Ok(_) if is_complete => faults.extend(resolve(said).err()),
         // A number that was not said is among the missing.
-        Ok(_) | Err(mesh::ParallelError::Missing { .. }) => {}
-        Err(error) => faults.push(error.into()),
+        Ok(_) => {}
+        Err(error) if matches!(error.downcast_ref(), Some(mesh::ParallelError::Missing { .. })) => {}
+        Err(error) => faults.push(error),
     }
     match faults.len() {
         0 => Ok(()),

@@ -110,6 +110,7 @@ fn train_from(
         said.vocab_size,
         saved.as_ref().map(|saved| &saved.config),
     )?;
+    config.check_batches(continued.map_or(0, |saved| saved.commit().run.counters.consumed_train_samples))?;
     let data = data_state(&config, &said.tokens)?;
     let none = Vec::new();
     let resume = start.checkpoint.as_ref().map(|checkpoint| Resume {
@@ -188,8 +189,8 @@ fn selection(args: &CheckpointArgs) -> Selection {
 fn data_state(config: &TrainConfig, tokens: &TokenFile) -> anyhow::Result<DataState> {
     let parallel = &config.parallel;
     let num_samples = tokens.num_samples(parallel.seq_length())?;
-    let sampler = Sampler::new(config.seed, num_samples, parallel.global_batch_size(), config.epoch_tail)
-        .map_err(|empty| {
+    let sampler =
+        Sampler::new(config.seed, num_samples, &config.batch, config.epoch_tail).map_err(|empty| {
             Refusal::usage("RM6003", empty.to_string(), "use --epoch-tail span or pad, or a smaller batch")
         })?;
     Ok(DataState::new(config, tokens.index_hash(), &sampler, num_samples, 0))

@@ -3,7 +3,7 @@
 use crate::support::{self, Layout, tied_model, tiny_gpt2, tiny_model};
 use ckpt::{Catalog, Checkpoint, Commit, LoadPlan, ReadReport, Saver, Sink, StateSource, Store};
 use expect_test::expect;
-use mesh::Region;
+use mesh::{BatchSchedule, Ramp, Region};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
@@ -64,7 +64,10 @@ pub fn train<'a>(
                 Event::Step(step) => told.steps.push(*step),
                 Event::Resumed(resumed) => told.resumed = Some((**resumed).clone()),
                 Event::SaveFailed { error, .. } => told.failed_saves.push(error.to_string()),
-                Event::Saved { .. } | Event::Stopping { .. } | Event::SamplesDropped { .. } => {}
+                Event::Saved { .. }
+                | Event::Stopping { .. }
+                | Event::PassedOver { .. }
+                | Event::SamplesDropped { .. } => {}
             }
             Ok(())
         },
@@ -159,6 +162,58 @@ const fn layout(tp: u32, sp: bool, cp: u32, gtp: u32, nseq: u32, dp: u32) -> Lay
 }
 
 const POWERS: Case = Case { groups: 4, seq_length: 64, global_batch_size: 8, model: tiny_model };
+
+/// The batch grows from 4 to 16 samples in levels of 8 samples: what was consumed decides, not the number of the step.
+#[test]
+fn a_resume_while_the_batch_grows_goes_on_bit_for_bit_under_another_dp() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = support::token_file(folder.path(), 6000);
+    let ramp = Ramp { start: 4, increment: 4, samples: 24, end: 16 };
+    let case = Case { global_batch_size: 16, ..POWERS };
+    let config = |layout: Layout| TrainConfig {
+        batch: BatchSchedule::ramp(ramp).unwrap(),
+        train_iters: 6,
+        schedule: support::schedule(6),
+        ..case.config(layout)
+    };
+    let straight_store = Store::open("memory://").unwrap();
+    let straight = train(&config(Layout::SINGLE), &tokens, &straight_store, None, 0, |_| {}).unwrap();
+    let consumed: Vec<u64> = straight.steps.iter().map(|step| step.consumed_samples).collect();
+    assert_eq!(consumed, [4, 8, 16, 28, 44, 60]);
+    let expected = fingerprints(&straight_store.checkpoint(6).unwrap());
+    let [two, four] = [2, 4].map(|dp| layout(1, false, 1, 1, 1, dp));
+    for (stop, before, after) in [(1, four, two), (3, two, four), (4, layout(2, true, 1, 2, 2, 1), four)] {
+        let store = Store::open("memory://").unwrap();
+        let first_half = TrainConfig { train_iters: stop, ..config(before) };
+        let first = train(&first_half, &tokens, &store, None, 0, |_| {}).unwrap();
+        let saved = store.checkpoint(stop).unwrap();
+        let second = train(&config(after), &tokens, &store, Some(&saved), 0, |_| {}).unwrap();
+        assert_eq!(second.resumed.unwrap().level, Some(Level::L2));
+        let found: Vec<_> = (first.steps.iter().chain(&second.steps))
+            .map(|step| (step.outcome, step.lr.to_bits(), step.consumed_samples))
+            .collect();
+        let of_straight: Vec<_> = straight
+            .steps
+            .iter()
+            .map(|step| (step.outcome, step.lr.to_bits(), step.consumed_samples))
+            .collect();
+        assert_eq!(found, of_straight, "{before:?} → {after:?} after {stop}");
+        assert!(fingerprints(&store.checkpoint(6).unwrap()) == expected, "{before:?} → {after:?}");
+    }
+    // Eight lanes cannot share batches of 4; from 28 samples on they can share those of 16.
+    let eight = layout(1, false, 1, 1, 1, 8);
+    let none = Store::open("memory://").unwrap();
+    let error = train(&config(eight), &tokens, &none, None, 0, |_| {}).err().unwrap();
+    expect![
+        "batch size 4 ÷ (micro batch size 1 × batch parallel size 8) is not exact, from 0 consumed samples on"
+    ]
+    .assert_eq(&error.to_string());
+    let first_four = TrainConfig { train_iters: 4, ..config(Layout::SINGLE) };
+    train(&first_four, &tokens, &none, None, 0, |_| {}).unwrap();
+    let saved = none.checkpoint(4).unwrap();
+    let rest = train(&config(eight), &tokens, &none, Some(&saved), 0, |_| {}).unwrap();
+    assert_eq!(rest.steps[0].outcome, straight.steps[4].outcome);
+}
 
 #[test]
 fn a_resume_under_another_cp_degree_goes_on_bit_for_bit() {

@@ -1,8 +1,9 @@
 //! A world of rank threads, a tiny model, and everything that can be compared about a run.
 
 use mesh::{
-    ConfiguredCp, GroupTable, LayoutSizes, LrDecayStyle, ParallelConfig, ParallelLayout, ParallelSettings,
-    ProcessGroups, RankOrder, Schedule, ScheduleConfig, ScheduleUnit, StateKind, Warmup, WeightDecayStyle,
+    BatchSchedule, ConfiguredCp, GroupTable, LayoutSizes, LrDecayStyle, ParallelConfig, ParallelLayout,
+    ParallelSettings, ProcessGroups, RankOrder, Schedule, ScheduleConfig, ScheduleUnit, StateKind, Warmup,
+    WeightDecayStyle,
 };
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -147,6 +148,8 @@ pub fn config(model: ModelConfig, parallel: ParallelConfig, train_iters: u64) ->
         loss_average: LossAverage::Token,
         epoch_tail: EpochTail::Span,
         max_skipped_in_a_row: 3,
+        batch: BatchSchedule::constant(parallel.global_batch_size()).unwrap(),
+        iterations_to_skip: Default::default(),
     }
 }
 
@@ -243,11 +246,11 @@ fn rank_trace(
     let sampler = Sampler::new(
         config.seed,
         tokens.num_samples(config.parallel.seq_length()).unwrap(),
-        config.parallel.global_batch_size(),
+        &config.batch,
         config.epoch_tail,
     )
     .unwrap();
-    let schedule = Schedule::new(config.schedule.clone(), config.parallel.global_batch_size()).unwrap();
+    let schedule = Schedule::new(config.schedule.clone(), &config.batch).unwrap();
     let reader = RankReader::new(config, &groups);
     let mut samples = Vec::new();
     let mut outcomes = Vec::new();

@@ -1,8 +1,9 @@
 //! What a run is, resolved: no options, no defaults left to choose. Stored in every checkpoint.
 
 use crate::rng;
-use mesh::{DType, ExpertSizes, ParallelConfig, ScheduleConfig};
+use mesh::{BatchError, BatchSchedule, DType, ExpertSizes, ParallelConfig, ScheduleConfig};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// Everything that decides a run's numbers, and its layout.
@@ -10,8 +11,10 @@ use std::fmt;
 pub struct TrainConfig {
     /// Shape of the model.
     pub model: ModelConfig,
-    /// Layout and batch sizes.
+    /// Layout, micro-batch size and the batch size that holds in the end.
     pub parallel: ParallelConfig,
+    /// Samples of each step.
+    pub batch: BatchSchedule,
     /// Optimizer settings.
     pub optimizer: OptimizerConfig,
     /// Learning rate and weight decay over samples.
@@ -31,6 +34,9 @@ pub struct TrainConfig {
     pub epoch_tail: EpochTail,
     /// Consecutive skipped steps that end the run.
     pub max_skipped_in_a_row: u32,
+    /// Iterations whose batch is passed over: the numbers of iterations done before them.
+    #[serde(default)]
+    pub iterations_to_skip: BTreeSet<u64>,
 }
 
 /// A decoder of the kind of Llama or GPT-2. What lacks in an older checkpoint is Llama's.
@@ -413,6 +419,14 @@ pub enum ConfigError {
         /// ETP × EGTP.
         weight_shards: u32,
     },
+    /// A tail rule that counts in whole batches, and batches that grow.
+    #[error("epoch tail `{tail}` counts in global batches, which grow here: {batch} samples")]
+    TailOfSchedule {
+        /// The rule.
+        tail: EpochTail,
+        /// The batches.
+        batch: BatchSchedule,
+    },
     /// The leaf does not divide what a rank holds.
     #[error("a leaf of {leaf} tokens does not divide {formula} = {part}")]
     Leaf {
@@ -473,7 +487,8 @@ impl ConfigError {
             ConfigError::Leaf { .. } => "RM2030",
             ConfigError::TpLeaves { .. } | ConfigError::TpLeavesOfModel { .. } => "RM2031",
             ConfigError::Pipeline { .. } | ConfigError::Experts { .. } => "RM2032",
-            ConfigError::Zero { .. }
+            ConfigError::TailOfSchedule { .. }
+            | ConfigError::Zero { .. }
             | ConfigError::Indivisible { .. }
             | ConfigError::Probability { .. }
             | ConfigError::TooLarge { .. } => "RM6003",
@@ -502,6 +517,7 @@ impl ConfigError {
             ConfigError::Experts { .. } => {
                 "leave out --expert-model-parallel-size and --expert-tensor-parallel-num-weight-shards".to_owned()
             }
+            ConfigError::TailOfSchedule { .. } => "use --epoch-tail span, or a constant batch size".to_owned(),
             ConfigError::Zero { what } => format!("give `{what}` a value of at least 1"),
             ConfigError::Indivisible { what, by, divisor, .. } => {
                 format!("make `{what}` a multiple of `{by}` ({divisor})")
@@ -550,6 +566,9 @@ impl TrainConfig {
             }
         }
         self.check_counted()?;
+        if self.epoch_tail != EpochTail::Span && !self.batch.is_constant() {
+            return Err(ConfigError::TailOfSchedule { tail: self.epoch_tail, batch: self.batch.clone() });
+        }
         let layout = &self.parallel.layout();
         if layout.pp() != 1 {
             return Err(ConfigError::Pipeline { pp: layout.pp() });
@@ -573,10 +592,20 @@ impl TrainConfig {
         }
     }
 
+    /// Checks that the batches of all steps that are left after `consumed` samples divide over the ranks. Those before may not:
+    /// a run may go on under a layout that its first batches were too small for.
+    ///
+    /// # Errors
+    /// The first size that does not divide.
+    pub fn check_batches(&self, consumed: u64) -> Result<(), BatchError> {
+        let until = self.batch.samples_after(self.train_iters).unwrap_or(u64::MAX);
+        self.batch.check(&self.parallel, consumed, until)
+    }
+
     /// What random numbers are keyed by must fit its bits, and positions their table.
     fn check_counted(&self) -> Result<(), ConfigError> {
         let m = &self.model;
-        let samples = self.train_iters.saturating_mul(self.parallel.global_batch_size());
+        let samples = self.batch.samples_after(self.train_iters).unwrap_or(u64::MAX);
         let seq_length = self.parallel.seq_length();
         let max_positions = match m.position_embedding {
             PositionEmbedding::Rope => seq_length,
@@ -694,6 +723,8 @@ pub(crate) mod tests {
             loss_average: LossAverage::Token,
             epoch_tail: EpochTail::Span,
             max_skipped_in_a_row: 3,
+            batch: BatchSchedule::constant(parallel.global_batch_size()).unwrap(),
+            iterations_to_skip: BTreeSet::new(),
         }
     }
 

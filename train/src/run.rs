@@ -14,7 +14,7 @@ use crate::step::{BuildError, StepOutcome, StepSettings, Trainer};
 pub use ckpt::RunName;
 
 use ckpt::{Counters, Header, Random, Readers, RunRecord, SaveError, SaveReport, Saver, Snapshot};
-use mesh::{GroupKind, GroupTable, ProcessGroups, Rank, Schedule, ScheduleError};
+use mesh::{BatchError, GroupKind, GroupTable, ProcessGroups, Rank, Schedule, ScheduleError};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -47,11 +47,15 @@ impl Job<'_> {
     /// What cannot be trained or resumed, the same for all ranks.
     pub fn check(&self) -> Result<(), RunError> {
         self.config.check()?;
+        let (parallel, batch) = (&self.config.parallel, &self.config.batch);
+        let continued = self.resume.as_ref().filter(|resume| resume.selection.counters);
+        let consumed =
+            continued.map_or(0, |resume| resume.source.commit().run.counters.consumed_train_samples);
+        self.config.check_batches(consumed)?;
         let Some(resume) = &self.resume else { return Ok(()) };
-        let parallel = &self.config.parallel;
         let num_samples = self.tokens.num_samples(parallel.seq_length())?;
         let (seed, tail) = (self.config.seed, self.config.epoch_tail);
-        let sampler = Sampler::new(seed, num_samples, parallel.global_batch_size(), tail)?;
+        let sampler = Sampler::new(seed, num_samples, batch, tail)?;
         let data = DataState::new(self.config, self.tokens.index_hash(), &sampler, num_samples, 0);
         Ok(crate::resume::check(resume, self.config, &data)?)
     }
@@ -79,6 +83,13 @@ pub enum Event {
     Resumed(Box<Resumed>),
     /// A step was made, or skipped.
     Step(Step),
+    /// The batch of an iteration was passed over, as asked for.
+    PassedOver {
+        /// Iterations done, this one included.
+        iteration: u64,
+        /// Samples used so far, this batch included.
+        consumed_samples: u64,
+    },
     /// An epoch ended and left samples unused.
     SamplesDropped {
         /// Which epoch, from 0.
@@ -151,6 +162,9 @@ pub enum RunError {
     /// Tokens could not be read.
     #[error(transparent)]
     Tokens(#[from] TokenFileError),
+    /// A batch size in force does not divide over the ranks.
+    #[error(transparent)]
+    Batch(#[from] BatchError),
     /// The data set gives no batch.
     #[error(transparent)]
     EmptyEpoch(#[from] EmptyEpoch),
@@ -216,7 +230,10 @@ pub fn run_rank(
         rank.resume(resume)?;
     }
     while rank.iteration < job.config.train_iters {
-        rank.step()?;
+        match job.config.iterations_to_skip.contains(&rank.iteration) {
+            true => rank.pass_over()?,
+            false => rank.step()?,
+        }
         let stopped = rank.is_stopped()?;
         if stopped {
             rank.tell(|| Event::Stopping { iteration: rank.iteration })?;
@@ -265,7 +282,6 @@ impl<'a> RankRun<'a> {
         let config = job.config;
         config.check()?;
         let parallel = &config.parallel;
-        let global_batch_size = parallel.global_batch_size();
         let num_samples = job.tokens.num_samples(parallel.seq_length())?;
         let comms = Comms::new(groups, |kind| context.comm(groups, kind)).map_err(BuildError::from)?;
         let mut trainer = Trainer::new(config, groups, comms)?;
@@ -282,9 +298,9 @@ impl<'a> RankRun<'a> {
             is_first: groups.rank() == groups.table().ranks()[0],
             state,
             streams: Streams::derive(config.seed, groups, 0),
-            sampler: Sampler::new(config.seed, num_samples, global_batch_size, config.epoch_tail)?,
+            sampler: Sampler::new(config.seed, num_samples, &config.batch, config.epoch_tail)?,
             reader: RankReader::new(config, groups),
-            schedule: Schedule::new(config.schedule.clone(), global_batch_size)?,
+            schedule: Schedule::new(config.schedule.clone(), &config.batch)?,
             saver,
             key_prefix: key_prefix.to_owned(),
             trainer,
@@ -314,7 +330,7 @@ impl<'a> RankRun<'a> {
     /// # Errors
     /// Anything that keeps the state from being what was saved.
     pub fn resume(&mut self, resume: &Resume) -> Result<Resumed, RunError> {
-        let (job, sampler) = (self.job, self.sampler);
+        let (job, sampler) = (self.job, self.sampler.clone());
         let num_samples = job.tokens.num_samples(job.config.parallel.seq_length())?;
         let data = |counters: &Counters| {
             let consumed = counters.consumed_train_samples;
@@ -329,6 +345,18 @@ impl<'a> RankRun<'a> {
         self.partial.dedup();
         self.tell(|| Event::Resumed(Box::new(resumed.clone())))?;
         Ok(resumed)
+    }
+
+    /// Passes over the batch of the next iteration: its samples are consumed, and nothing is updated.
+    fn pass_over(&mut self) -> Result<(), RunError> {
+        let used = self.sampler.batch_len(self.counters.consumed_train_samples);
+        self.iteration += 1;
+        self.counters.consumed_train_samples += used;
+        self.counters.skipped_train_samples += used;
+        self.tell(|| Event::PassedOver {
+            iteration: self.iteration,
+            consumed_samples: self.counters.consumed_train_samples,
+        })
     }
 
     /// The next iteration.
@@ -355,7 +383,7 @@ impl<'a> RankRun<'a> {
         self.counters.tokens += used * seq_length;
         if outcome.applied {
             self.counters.optimizer_steps += 1;
-            self.scheduler_samples += self.job.config.parallel.global_batch_size();
+            self.scheduler_samples += self.sampler.batch_size(consumed);
             self.skipped_in_a_row = 0;
         } else {
             self.counters.skipped_train_samples += used;

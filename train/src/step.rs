@@ -343,7 +343,10 @@ impl Trainer {
         }
         let (loss_sum, count) = program.reduce_loss(be, comms, batch.count)?;
         let count = count.max(1); // a batch without valid tokens changes nothing
-        let tokens = config.parallel.global_batch_size() * config.parallel.seq_length();
+        let (micro_batch, lanes) =
+            (config.parallel.micro_batch_size(), config.parallel.layout().batch_parallel_size());
+        let samples = batch.micro_batches.len() as u64 * u64::from(micro_batch) * u64::from(lanes);
+        let tokens = samples * config.parallel.seq_length();
         let update = Update {
             lr: settings.lr,
             weight_decay: settings.weight_decay,

@@ -60,6 +60,7 @@ pub(super) enum Line {
     Step(StepLine),
     Saved { step: u64, folder: String, bytes: u64 },
     SaveFailed { step: u64, code: String, message: String, help: String },
+    PassedOver { step: u64, consumed_samples: u64 },
     SamplesDropped { epoch: u64, samples: u64 },
     Stopping { step: u64 },
 }
@@ -185,6 +186,9 @@ impl<'a> Progress<'a> {
                 }
             }
             Event::Step(step) => self.step(step, &mut state)?,
+            Event::PassedOver { iteration, consumed_samples } => {
+                self.line(Line::PassedOver { step: *iteration, consumed_samples: *consumed_samples });
+            }
             Event::SamplesDropped { epoch, samples } => {
                 self.line(Line::SamplesDropped { epoch: *epoch, samples: *samples });
             }
@@ -250,17 +254,16 @@ impl<'a> Progress<'a> {
 
 /// What is to be said where the learning rate of every step that is left is the schedule's lowest.
 fn ended_schedule(config: &TrainConfig, resumed: &Resumed) -> Option<String> {
-    let (schedule, global_batch_size) = (&config.schedule, config.parallel.global_batch_size());
+    let schedule = &config.schedule;
     let (done, left) = (resumed.scheduler_samples, config.train_iters.saturating_sub(resumed.iteration));
-    let lr = Schedule::new(schedule.clone(), global_batch_size)
-        .expect("it was checked when it was resolved")
-        .lr(done);
+    let lr =
+        Schedule::new(schedule.clone(), &config.batch).expect("it was checked when it was resolved").lr(done);
     let has_ended = done >= schedule.lr_decay && lr == schedule.min_lr && lr < schedule.max_lr;
     (left > 0 && has_ended).then(|| {
         format!(
             "the learning rate stays {lr} in all {left} steps that are left: the checkpoint's schedule comes down in {} steps; \
              --lr-decay-iters {} spreads it over the whole run",
-            schedule.lr_decay / global_batch_size,
+            config.batch.steps_within(schedule.lr_decay),
             config.train_iters
         )
     })
@@ -335,6 +338,7 @@ impl fmt::Display for Line {
             Line::SaveFailed { step, code, message, help } => {
                 write!(f, "step {step} could not be saved ({code}): {message}; {help}")
             }
+            Line::PassedOver { step, .. } => write!(f, "step {step} passed over, as asked"),
             Line::SamplesDropped { epoch, samples } => {
                 write!(f, "epoch {epoch} ended; {samples} samples that fill no batch were not used")
             }

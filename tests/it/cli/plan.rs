@@ -60,7 +60,20 @@ fn a_plan_leads_with_what_a_change_of_layout_really_does() {
     assert_eq!(plan["resume"]["exact"], true);
     assert_eq!(plan["saved"]["gtp"], 2);
     assert_eq!(plan["target"]["tp"], 2);
+    assert_eq!(plan["fold"]["cp"], 1);
     refused(folder, "plan run --tp 3 --world-size 3", 2);
+    // Sequence shards inside GTP could be CP; one layer is not for two stages, unless one of them has none.
+    let said = ok(folder, "plan run --weight-shards 4 --seq-shards 4");
+    let line = said.lines().find(|line| line.starts_with("  fold ")).unwrap();
+    assert!(line.ends_with("  CP 4 folded into weight groups of 4: optimizer state that GTP does not cut takes 96 B a rank there, 384 B here"), "{line}");
+    expect![[r#"
+        Error: RM2009
+
+          × layers 1 ÷ 2 is not exact
+          help: `--pipeline-model-parallel-layout 'Et|L'` works
+    "#]]
+    .assert_eq(&refused(folder, "plan run --pp 2", 2));
+    ok(folder, "plan run --pp 2 --pipeline-model-parallel-layout Et|L");
     // What cannot be trained can be loaded all the same.
     for (layout, refusal) in [("--tp 4 --world-size 4", "RM2003"), ("--cp 16 --world-size 16", "RM2030")] {
         let planned: serde_json::Value =

@@ -1,6 +1,6 @@
 //! How a run goes on and ends.
 
-use super::{MODEL, command, metrics, ok, remesh, text, with_tokens};
+use super::{MODEL, command, metrics, ok, refused, remesh, text, with_tokens};
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
@@ -70,4 +70,69 @@ fn steps_that_are_not_finite_end_a_run() {
     assert!(text(&output.stderr).contains("RM3201"));
     assert!(text(&output.stdout).contains("skipped, nothing was updated"));
     ok(folder, "verify run");
+}
+
+/// 2 samples a step, 3 from the 4th consumed sample on, 4 from the 8th.
+#[test]
+fn a_batch_that_grows_is_resumed_by_what_was_consumed() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let consumed =
+        |run: &str| metrics(folder, run).iter().map(|line| line.consumed_samples).collect::<Vec<_>>();
+    let ramp = format!("train {MODEL} --rampup-batch-size 2 1 8");
+    ok(folder, &format!("{ramp} --train-iters 3 --lr-decay-iters 6 --save run"));
+    ok(folder, &format!("{ramp} --train-iters 6 --save run"));
+    ok(folder, &format!("{ramp} --train-iters 6 --lr-decay-iters 6 --save straight"));
+    assert_eq!(consumed("straight"), [2, 4, 7, 10, 14, 18]);
+    let numbers = |run: &str| {
+        let lines = metrics(folder, run);
+        lines
+            .iter()
+            .map(|line| (line.step, line.loss.to_bits(), line.grad_norm.to_bits(), line.lr.to_bits()))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(numbers("run"), numbers("straight"));
+    // The same as a schedule in tokens, 32 a sample; its last size stands for the global batch.
+    let model = MODEL.replace("--global-batch-size 4 ", "");
+    let line =
+        format!("train {model} --train-iters 6 --save tokens-run --step-batch-size-schedule 0:2,128:3,256:4");
+    ok(folder, &line);
+    assert_eq!(numbers("tokens-run"), numbers("straight"));
+    // Another schedule is another run.
+    let said = refused(folder, &format!("train {MODEL} --train-iters 9 --save run"), 2);
+    assert!(
+        said.contains("global-batch-size is 2 to 4 by 1 over 8 samples in the checkpoint but 4 here"),
+        "{said}"
+    );
+    for (flags, code) in [
+        ("--rampup-batch-size 2 3 8 --train-iters 2", "RM2002"),
+        ("--rampup-batch-size 2 1 8 --train-iters 6 --nproc-per-node 2 --dp 2", "RM2002"),
+        ("--rampup-batch-size 2 1 8 --train-iters 6 --epoch-tail drop", "RM6003"),
+        ("--step-batch-size-schedule 0:4 --train-iters 2 --config both.toml", "RM6003"),
+    ] {
+        std::fs::write(folder.join("both.toml"), "[training]\nrampup_batch_size = [2, 1, 8]\n").unwrap();
+        let model = if flags.contains("step-batch") { &model } else { MODEL };
+        let said = refused(folder, &format!("train {model} {flags} --save none"), 2);
+        assert!(said.contains(code), "{flags}: {said}");
+    }
+    assert!(!folder.join("none").exists());
+}
+
+/// The batch of the third step is consumed and nothing is learned from it.
+#[test]
+fn an_iteration_can_be_passed_over() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let said = ok(folder, &format!("train {MODEL} --train-iters 4 --iterations-to-skip 2 --save run"));
+    assert!(said.contains("step 3 passed over, as asked\n"), "{said}");
+    let lines = metrics(folder, "run");
+    let steps: Vec<_> = lines.iter().map(|line| (line.step, line.consumed_samples)).collect();
+    assert_eq!(steps, [(1, 4), (2, 8), (4, 16)]);
+    let inspected: serde_json::Value = serde_json::from_str(
+        &std::fs::read_to_string(folder.join("run/iter_0000004/checkpoint.json")).unwrap(),
+    )
+    .unwrap();
+    assert_eq!(inspected["counters"]["skipped_train_samples"], 4);
+    assert_eq!(inspected["counters"]["optimizer_steps"], 3);
+    assert_eq!(inspected["counters"]["consumed_train_samples"], 16);
 }

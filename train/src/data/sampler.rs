@@ -4,14 +4,14 @@ use crate::config::{EpochTail, LossAverage, TrainConfig};
 use crate::data::tokens::{TokenFile, TokenFileError};
 use crate::model::MicroBatch;
 use crate::rng::DataOrder;
-use mesh::{GroupKind, ParallelConfig, ProcessGroups};
+use mesh::{BatchSchedule, GroupKind, ParallelConfig, ProcessGroups};
 
 /// The order of a data set's samples over a run.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Sampler {
     order: DataOrder,
     num_samples: u64,
-    global_batch_size: u64,
+    batch: BatchSchedule,
     tail: EpochTail,
 }
 
@@ -39,27 +39,34 @@ pub struct EmptyEpoch {
 }
 
 impl Sampler {
-    /// The order of `num_samples` samples under `seed`, handed out in global batches.
+    /// The order of `num_samples` samples under `seed`, handed out in global batches. A tail rule that counts in whole
+    /// batches goes with a constant `batch`; [`TrainConfig::check`] refuses another.
     ///
     /// # Errors
     /// If the tail rule would drop everything.
     pub fn new(
         seed: u32,
         num_samples: u64,
-        global_batch_size: u64,
+        batch: &BatchSchedule,
         tail: EpochTail,
     ) -> Result<Self, EmptyEpoch> {
+        let global_batch_size = batch.last_size();
         if tail == EpochTail::Drop && num_samples < global_batch_size {
             return Err(EmptyEpoch { num_samples, global_batch_size });
         }
-        Ok(Sampler { order: DataOrder::new(seed, num_samples), num_samples, global_batch_size, tail })
+        Ok(Sampler { order: DataOrder::new(seed, num_samples), num_samples, batch: batch.clone(), tail })
+    }
+
+    /// Slots of the global batch that starts when `consumed` samples were used.
+    pub fn batch_size(&self, consumed: u64) -> u64 {
+        self.batch.size_at(consumed)
     }
 
     /// Samples of an epoch that are used.
     fn epoch_len(&self) -> u64 {
         match self.tail {
             EpochTail::Span | EpochTail::Pad => self.num_samples,
-            EpochTail::Drop => self.num_samples - self.num_samples % self.global_batch_size,
+            EpochTail::Drop => self.num_samples - self.num_samples % self.batch.last_size(),
         }
     }
 
@@ -72,8 +79,8 @@ impl Sampler {
     /// Real samples of the global batch that starts when `consumed` samples were used: what the counter advances by.
     pub fn batch_len(&self, consumed: u64) -> u64 {
         match self.tail {
-            EpochTail::Span | EpochTail::Drop => self.global_batch_size,
-            EpochTail::Pad => self.global_batch_size.min(self.num_samples - consumed % self.num_samples),
+            EpochTail::Span | EpochTail::Drop => self.batch_size(consumed),
+            EpochTail::Pad => self.batch_size(consumed).min(self.num_samples - consumed % self.num_samples),
         }
     }
 
@@ -88,7 +95,7 @@ impl Sampler {
     /// The slots of the global batch that starts when `consumed` samples were used, in order.
     pub fn batch(&self, consumed: u64) -> Vec<Slot> {
         let real = self.batch_len(consumed);
-        (0..self.global_batch_size)
+        (0..self.batch_size(consumed))
             .map(|slot| {
                 let is_filler = slot >= real;
                 let position = if is_filler { consumed } else { consumed + slot };
@@ -133,7 +140,9 @@ impl RankReader {
 
     /// The slots of a global batch that this rank's lane takes, micro-batch by micro-batch.
     pub fn own_slots<'a>(&self, batch: &'a [Slot]) -> impl Iterator<Item = &'a [Slot]> {
-        (0..self.config.num_microbatches()).map(|microbatch| {
+        let lanes = u64::from(self.config.layout().batch_parallel_size());
+        let num_microbatches = batch.len() as u64 / (u64::from(self.config.micro_batch_size()) * lanes);
+        (0..num_microbatches).map(|microbatch| {
             let own = self.config.samples(&self.groups, 0, microbatch);
             &batch[own.start as usize..own.end as usize]
         })
@@ -187,6 +196,10 @@ mod tests {
 
     const SEED: u32 = 1234;
 
+    fn batch(size: u64) -> BatchSchedule {
+        BatchSchedule::constant(size).unwrap()
+    }
+
     /// Sample ids of each step's batch, fillers left out, until `steps` are made or `until` samples used; with the counter.
     fn ids(sampler: &Sampler, mut consumed: u64, steps: usize) -> (Vec<Vec<u64>>, u64) {
         let mut all = Vec::new();
@@ -205,7 +218,7 @@ mod tests {
 
     #[test]
     fn a_run_that_stops_inside_an_epoch_goes_on_where_it_was() {
-        let sampler = Sampler::new(SEED, 20, 4, EpochTail::Span).unwrap();
+        let sampler = Sampler::new(SEED, 20, &batch(4), EpochTail::Span).unwrap();
         let (straight, _) = ids(&sampler, 0, 15);
         let (first, consumed) = ids(&sampler, 0, 3);
         assert_eq!(consumed, 12);
@@ -219,7 +232,7 @@ mod tests {
 
     #[test]
     fn every_step_of_three_epochs_can_be_resumed_from() {
-        let sampler = Sampler::new(SEED, 10, 2, EpochTail::Span).unwrap();
+        let sampler = Sampler::new(SEED, 10, &batch(2), EpochTail::Span).unwrap();
         let (straight, _) = ids(&sampler, 0, 15);
         for at in 0..15 {
             assert_eq!(ids(&sampler, 2 * at as u64, 15 - at).0, straight[at..], "from step {at}");
@@ -229,7 +242,7 @@ mod tests {
 
     #[test]
     fn a_tail_is_dropped_filled_or_spanned() {
-        let of = |tail| Sampler::new(SEED, 10, 6, tail).unwrap();
+        let of = |tail| Sampler::new(SEED, 10, &batch(6), tail).unwrap();
         let (dropped, consumed) = ids(&of(EpochTail::Drop), 0, 3);
         assert_eq!((consumed, dropped.iter().map(Vec::len).collect::<Vec<_>>()), (18, vec![6, 6, 6]));
         assert_eq!(
@@ -259,7 +272,7 @@ mod tests {
 
     #[test]
     fn a_rule_that_would_drop_everything_is_refused() {
-        let error = Sampler::new(SEED, 5, 6, EpochTail::Drop).unwrap_err();
+        let error = Sampler::new(SEED, 5, &batch(6), EpochTail::Drop).unwrap_err();
         assert_eq!(error, EmptyEpoch { num_samples: 5, global_batch_size: 6 });
     }
 
@@ -290,7 +303,7 @@ mod tests {
 
     #[test]
     fn a_global_batch_is_the_same_set_however_it_is_divided() {
-        let sampler = Sampler::new(SEED, 48, 8, EpochTail::Span).unwrap();
+        let sampler = Sampler::new(SEED, 48, &batch(8), EpochTail::Span).unwrap();
         for step in 0..6 {
             let slots = sampler.batch(step * 8);
             let expected = sorted(slots.iter().map(|slot| slot.sample).collect());

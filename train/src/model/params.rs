@@ -172,8 +172,7 @@ impl ParamTable {
             })
             .collect();
         let last = ModelPart::LastStage;
-        let final_norm =
-            table.affine("decoder.final_layernorm.", last, whole_vector(), Init::Ones, shift());
+        let final_norm = table.affine("decoder.final_layernorm.", last, whole_vector(), Init::Ones, shift());
         let output = match model.tie_embeddings {
             true => embedding,
             false => table.add("output_layer.weight".into(), vocabulary().of(last), normal),

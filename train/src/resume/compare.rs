@@ -54,7 +54,7 @@ pub fn compare(
     row("hidden-dropout", true, &m.hidden_dropout, &n.hidden_dropout);
     row("attention-dropout", true, &m.attention_dropout, &n.attention_dropout);
     row("seq-length", true, &a.parallel.seq_length(), &b.parallel.seq_length());
-    row("global-batch-size", true, &a.parallel.global_batch_size(), &b.parallel.global_batch_size());
+    row("global-batch-size", true, &a.batch, &b.batch);
     row("seed", true, &a.seed, &b.seed);
     row("data", true, saved_data, data);
     row("epoch-tail", true, &a.epoch_tail, &b.epoch_tail);
@@ -127,7 +127,7 @@ impl DataState {
             seq_length: config.parallel.seq_length(),
             index_hash: format!("{index_hash:016x}"),
             next_batch: next_batch_hash(sampler, consumed),
-            next_batch_size: config.parallel.global_batch_size(),
+            next_batch_size: sampler.batch_size(consumed),
         }
     }
 }
