@@ -5,6 +5,7 @@
 
 mod check;
 pub mod cpu;
+pub mod cuda;
 mod op;
 mod plan;
 #[cfg(test)]

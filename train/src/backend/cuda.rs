@@ -1,0 +1,19 @@
+//! The CUDA backend: the driver, the run-time compiler and cuBLASLt are loaded when a GPU is opened, and nothing of them is
+//! needed to build or to run without one.
+//!
+//! Kernels are compiled for the device at hand the first time and kept in a folder. Canonical numerics hold here too: the
+//! bits are not the CPU's, but they do not depend on the layout.
+
+#![allow(unsafe_code)]
+
+mod arguments;
+mod device;
+mod gpu;
+pub mod kernels;
+mod launch;
+pub mod loader;
+mod memory;
+pub mod nvrtc;
+
+pub use device::CudaBackend;
+pub use gpu::{Gpu, OpenError};

@@ -1,0 +1,171 @@
+//! A GPU that was opened: its context and compiled kernels, shared by all ranks that compute on it.
+
+use super::kernels::SOURCES;
+use super::loader::{self, Present, reason};
+use super::nvrtc::{self, CompileError};
+use super::CudaBackend;
+use crate::backend::{BackendError, MemoryPlan};
+use cudarc::driver::result::{self, DriverError};
+use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
+use std::collections::BTreeMap;
+use std::ffi::CString;
+use std::path::Path;
+use std::sync::Arc;
+
+/// An opened GPU.
+#[derive(Debug)]
+pub struct Gpu {
+    name: String,
+    context: sys::CUcontext,
+    functions: BTreeMap<&'static str, sys::CUfunction>,
+    num_multiprocessors: u32,
+}
+
+// SAFETY: contexts and functions belong to the process; the driver locks what it must.
+unsafe impl Send for Gpu {}
+// SAFETY: as above; nothing is changed after `open`.
+unsafe impl Sync for Gpu {}
+
+/// A GPU cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OpenError {
+    /// There is no driver.
+    #[error("NVIDIA's driver, libcuda, was not found")]
+    NoDriver,
+    /// There is no such GPU.
+    #[error("there is no GPU {ordinal}: the driver sees {count}")]
+    NoGpu {
+        /// Its number.
+        ordinal: usize,
+        /// How many there are.
+        count: usize,
+    },
+    /// The driver fails.
+    #[error("GPU {ordinal} cannot be opened: {reason}")]
+    Driver {
+        /// Its number.
+        ordinal: usize,
+        /// The driver's words.
+        reason: String,
+    },
+    /// Kernels cannot be compiled.
+    #[error(transparent)]
+    Compile(#[from] CompileError),
+}
+
+impl OpenError {
+    /// Code of the error.
+    pub fn code(&self) -> &'static str {
+        match self {
+            OpenError::NoDriver | OpenError::NoGpu { .. } => "RM7001",
+            OpenError::Compile(CompileError::Missing) => "RM7002",
+            OpenError::Driver { .. } | OpenError::Compile(CompileError::Refused { .. }) => "RM7003",
+        }
+    }
+
+    /// How to mend it.
+    pub fn help(&self) -> &'static str {
+        match self {
+            OpenError::NoDriver | OpenError::NoGpu { .. } => {
+                "`remesh doctor` shows what was found; `--device cpu` needs no GPU"
+            }
+            OpenError::Compile(CompileError::Missing) => {
+                "install CUDA's run-time compiler 13 (for example `pip install nvidia-cuda-nvrtc` in the active virtual \
+                 environment); `remesh doctor` shows what is found"
+            }
+            OpenError::Driver { .. } | OpenError::Compile(CompileError::Refused { .. }) => {
+                "`remesh doctor` shows the versions that were found"
+            }
+        }
+    }
+}
+
+impl Gpu {
+    /// Opens GPU `ordinal` and compiles all kernels for it. Compiled kernels are kept in the folder `cache`.
+    ///
+    /// # Errors
+    /// A missing or failing driver, compiler or GPU.
+    pub fn open(ordinal: usize, cache: Option<&Path>) -> Result<Arc<Gpu>, OpenError> {
+        if !Present::get().driver {
+            return Err(OpenError::NoDriver);
+        }
+        let driver = |error: DriverError| OpenError::Driver { ordinal, reason: reason(&error) };
+        result::init().map_err(driver)?;
+        let count = result::device::get_count().map_err(driver)? as usize;
+        if ordinal >= count {
+            return Err(OpenError::NoGpu { ordinal, count });
+        }
+        let device = result::device::get(ordinal as i32).map_err(driver)?;
+        let architecture = architecture(loader::capability(device).map_err(driver)?);
+        let mut functions = BTreeMap::new();
+        // SAFETY: the device is the driver's own; the context is retained for the rest of the process, as are the modules,
+        // so that no handle outlives what it points to.
+        let context = unsafe { result::primary_ctx::retain(device) }.map_err(driver)?;
+        // SAFETY: the context was just retained.
+        unsafe { result::ctx::set_current(context) }.map_err(driver)?;
+        // SAFETY: the driver gave this device.
+        let attribute = |attribute| unsafe { result::device::get_attribute(device, attribute) }.map_err(driver);
+        use sys::CUdevice_attribute as Of;
+        let num_multiprocessors = attribute(Of::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
+        let max_shared = attribute(Of::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        for source in SOURCES {
+            let code = nvrtc::cubin(&source, &architecture, cache)?;
+            // SAFETY: the image is the compiler's for this architecture, whole; it is copied.
+            let module = unsafe { result::module::load_data(code.as_ptr().cast()) }.map_err(driver)?;
+            for kernel in source.kernels {
+                let name = CString::new(*kernel).expect("kernel names have no zero bytes");
+                // SAFETY: the module stays loaded for the rest of the process.
+                let function = unsafe { result::module::get_function(module, name) }.map_err(driver)?;
+                allow_shared_memory(function, max_shared).map_err(driver)?;
+                functions.insert(*kernel, function);
+            }
+        }
+        let name = result::device::get_name(device).map_err(driver)?;
+        Ok(Arc::new(Gpu { name, context, functions, num_multiprocessors }))
+    }
+
+    /// The GPU's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// A rank's memory and queue of work.
+    ///
+    /// # Errors
+    /// What the driver says, above all that its memory is too small.
+    pub fn backend(self: &Arc<Self>, plan: MemoryPlan) -> Result<CudaBackend, BackendError> {
+        CudaBackend::new(Arc::clone(self), plan)
+    }
+
+    /// Makes this GPU the calling thread's.
+    pub(super) fn enter(&self) -> Result<(), DriverError> {
+        // SAFETY: the context is retained for the rest of the process.
+        unsafe { result::ctx::set_current(self.context) }
+    }
+
+    /// A kernel of the table.
+    pub(super) fn function(&self, kernel: &str) -> sys::CUfunction {
+        *self.functions.get(kernel).unwrap_or_else(|| panic!("no kernel is called `{kernel}`"))
+    }
+
+    pub(super) fn num_multiprocessors(&self) -> u32 {
+        self.num_multiprocessors
+    }
+}
+
+/// What code is compiled for: instructions of Hopper alone need the name with an a.
+fn architecture((major, minor): (u32, u32)) -> String {
+    let suffix = if (major, minor) == (9, 0) { "a" } else { "" };
+    format!("sm_{major}{minor}{suffix}")
+}
+
+/// Lets launches ask for as much shared memory as a block can have.
+fn allow_shared_memory(function: sys::CUfunction, max_bytes: i32) -> Result<(), DriverError> {
+    // SAFETY: the function belongs to a loaded module.
+    unsafe {
+        let fixed =
+            result::function::get_function_attribute(function, Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;
+        let dynamic = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        result::function::set_function_attribute(function, dynamic, max_bytes - fixed)
+    }
+}

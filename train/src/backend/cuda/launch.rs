@@ -1,0 +1,532 @@
+//! Operations to launches: which kernel, over how many blocks, with which arguments.
+
+use super::arguments::{AdamW, Arguments, Attention, Drop, Factor, Fixed, Gradient, Heads, Mat};
+use super::device::CudaBackend;
+use crate::backend::{self, Dropout, HiddenSite, Op, View};
+use crate::numerics::power_of_two;
+use cudarc::driver::result::DriverError;
+use mesh::DType;
+
+/// Threads of a block that works on one row, as the kernels' reductions assume.
+const ROW_THREADS: u32 = 256;
+/// Edge of a block's tile in `gemm.cu`.
+const GEMM_TILE: u64 = 64;
+/// Rows of a block in `tiles.cu`.
+const ATTENTION_ROWS: usize = 32;
+/// Purposes of random words, as in `rng.rs`.
+const HIDDEN_DROPOUT: u32 = 2;
+const ATTENTION_DROPOUT: u32 = 3;
+
+/// The kernel for a compute type.
+macro_rules! typed {
+    ($dtype:expr, $name:literal) => {
+        match $dtype {
+            DType::F32 => concat!($name, "_f32"),
+            DType::Bf16 => concat!($name, "_bf16"),
+            other => panic!("nothing computes in {other}"),
+        }
+    };
+}
+
+/// How a sum over rows is added.
+#[derive(Clone, Copy)]
+enum Sum {
+    Fixed { leaf: usize, bits: u32 },
+    #[allow(dead_code)]
+    Float,
+}
+
+/// Inputs of attention, as operations name them.
+#[derive(Clone, Copy)]
+struct AttentionOperands {
+    qkv: View,
+    kv: View,
+    positions: View,
+    samples: View,
+    heads: backend::Heads,
+    batch: usize,
+    tile: usize,
+    dropout: Option<Dropout>,
+    first_head: u32,
+}
+
+impl CudaBackend {
+    /// Queues an operation whose operands were checked.
+    pub(super) fn start(&mut self, op: Op) -> Result<(), DriverError> {
+        match op {
+            Op::Zero { dst } => self.zero(dst),
+            Op::Copy { src, dst } => self.copy(src, dst),
+            Op::Add { src, dst } => self.elementwise(typed!(dst.dtype, "add"), [src, dst]),
+            Op::AddFixed { src, dst } => {
+                let [src, dst] = flat([src, dst]);
+                let arguments = Arguments::default().and(self.mat(src)).and(self.mat(dst));
+                self.launch_packs("add_i64", dst, 1, arguments)
+            }
+            Op::GatherRows { src, index, dst } => {
+                let kernel = match src.dtype.size_bytes() {
+                    2 => "gather_16",
+                    4 => "gather_32",
+                    _ => "gather_64",
+                };
+                let wide = self.wide([src, dst]);
+                let arguments = Arguments::default().and(self.mat(src)).and(self.mat(index)).and(self.mat(dst));
+                self.launch_packs(kernel, dst, elements(src, wide), arguments.and(wide))
+            }
+            Op::Embed { tokens, table, first_row, out } => {
+                let wide = self.wide([table, out]);
+                let arguments = Arguments::default().and(self.mat(tokens)).and(self.mat(table)).and(first_row);
+                let arguments = arguments.and(self.mat(out)).and(wide);
+                self.launch_packs(typed!(out.dtype, "embed"), out, elements(out, wide), arguments)
+            }
+            Op::EmbedBackward { tokens, d_out, first_row, acc, leaf, bits } => {
+                self.embed_backward(tokens, d_out, first_row, acc, Sum::Fixed { leaf, bits })
+            }
+            Op::AddNorm { x, delta, gamma, eps, sum, rstd, out } => {
+                let wide = self.wide([x, delta.unwrap_or(x), gamma, sum, out]);
+                let delta = delta.map_or(Mat::NONE, |delta| self.mat(delta));
+                let arguments = Arguments::default().and(self.mat(x)).and(delta).and(self.mat(gamma)).and(eps);
+                let arguments = arguments.and(self.mat(sum)).and(self.mat(rstd)).and(self.mat(out)).and(wide);
+                self.launch_rows(typed!(x.dtype, "add_norm"), x.rows, arguments)
+            }
+            Op::NormApply { sum, rstd, gamma, out } => {
+                let wide = self.wide([sum, gamma, out]);
+                let arguments = Arguments::default().and(self.mat(sum)).and(self.mat(rstd)).and(self.mat(gamma));
+                let arguments = arguments.and(self.mat(out)).and(wide);
+                self.launch_rows(typed!(sum.dtype, "norm_apply"), sum.rows, arguments)
+            }
+            Op::NormBackward { d_out, sum, rstd, gamma, d_sum, accumulate, d_gamma, leaf, bits } => {
+                let wide = self.wide([d_out, sum, gamma, d_sum]);
+                let arguments = Arguments::default().and(self.mat(d_out)).and(self.mat(sum)).and(self.mat(rstd));
+                let arguments = arguments.and(self.mat(gamma)).and(self.mat(d_sum));
+                let arguments = arguments.and(i32::from(accumulate)).and(wide);
+                self.launch_rows(typed!(sum.dtype, "norm_backward"), sum.rows, arguments)?;
+                self.norm_gamma(d_out, sum, rstd, d_gamma, Sum::Fixed { leaf, bits })
+            }
+            Op::Linear { x, w, out, accumulate } => {
+                let (x, w) = (Factor::rows(self.mat(x)), Factor::rows(self.mat(w)));
+                self.gemm((out.dtype, x), w, w_depth(op), out, accumulate)
+            }
+            Op::LinearDx { d_out, w, d_x, accumulate } => {
+                let (d_out, w) = (Factor::rows(self.mat(d_out)), Factor::cols(self.mat(w)));
+                self.gemm((d_x.dtype, d_out), w, w_depth(op), d_x, accumulate)
+            }
+            Op::LinearDw { d_out, x, acc, leaf, bits } => {
+                self.weight_gradient(d_out, x, acc, Sum::Fixed { leaf, bits })
+            }
+            Op::Rope { qkv, positions, table, heads, inverse } => {
+                let arguments = Arguments::default().and(self.mat(qkv)).and(self.mat(positions));
+                let arguments = arguments.and(self.mat(table)).and(of_heads(heads)).and(i32::from(inverse));
+                let pairs = heads.groups * (heads.queries_per_group + 1) * (heads.head_dim / 2);
+                self.launch_elements(typed!(qkv.dtype, "rope"), (qkv.rows, pairs), 1, arguments)
+            }
+            Op::PackKv { qkv, kv, heads } => {
+                let wide = self.wide([qkv, kv]) & i32::from(is_wide(heads.head_dim, qkv.dtype));
+                let arguments = Arguments::default().and(self.mat(qkv)).and(self.mat(kv));
+                let arguments = arguments.and(of_heads(heads)).and(wide);
+                self.launch_packs(typed!(qkv.dtype, "pack_kv"), kv, elements(kv, wide), arguments)
+            }
+            Op::UnpackKv { d_kv, d_qkv, heads } => {
+                let wide = self.wide([d_kv, d_qkv]) & i32::from(is_wide(heads.head_dim, d_qkv.dtype));
+                let arguments = Arguments::default().and(self.mat(d_kv)).and(self.mat(d_qkv));
+                let arguments = arguments.and(of_heads(heads)).and(wide);
+                self.launch_packs(typed!(d_qkv.dtype, "unpack_kv"), d_kv, elements(d_qkv, wide), arguments)
+            }
+            Op::Attention {
+                qkv,
+                kv,
+                positions,
+                samples,
+                out,
+                lse,
+                heads,
+                batch,
+                leaf: tile,
+                dropout,
+                first_head,
+            } => {
+                let operands = AttentionOperands {
+                    qkv,
+                    kv,
+                    positions,
+                    samples,
+                    heads,
+                    batch,
+                    tile,
+                    dropout,
+                    first_head,
+                };
+                self.attention(operands, out, lse)
+            }
+            Op::AttentionBackward {
+                qkv,
+                kv,
+                positions,
+                samples,
+                out,
+                lse,
+                d_out,
+                d_qkv,
+                d_kv,
+                heads,
+                batch,
+                leaf: tile,
+                bits,
+                dropout,
+                first_head,
+            } => {
+                let operands = AttentionOperands {
+                    qkv,
+                    kv,
+                    positions,
+                    samples,
+                    heads,
+                    batch,
+                    tile,
+                    dropout,
+                    first_head,
+                };
+                let sum = Sum::Fixed { leaf: tile, bits };
+                self.attention_backward(operands, (out, lse), d_out, (d_qkv, d_kv), sum)
+            }
+            Op::Glu { gate_up, out } => {
+                let wide = self.wide([gate_up, out]);
+                let arguments = Arguments::default().and(self.mat(gate_up)).and(self.mat(out)).and(wide);
+                self.launch_packs(typed!(out.dtype, "glu"), out, elements(out, wide), arguments)
+            }
+            Op::GluBackward { d_out, gate_up, d_gate_up } => {
+                let wide = self.wide([d_out, gate_up, d_gate_up]);
+                let arguments = Arguments::default().and(self.mat(d_out)).and(self.mat(gate_up));
+                let arguments = arguments.and(self.mat(d_gate_up)).and(wide);
+                self.launch_packs(typed!(d_out.dtype, "glu_backward"), d_out, elements(d_out, wide), arguments)
+            }
+            Op::CeMax { logits, valid, max } => {
+                let wide = self.wide([logits]);
+                let arguments = Arguments::default().and(self.mat(logits)).and(valid as i64);
+                self.launch_rows(typed!(logits.dtype, "ce_max"), logits.rows, arguments.and(self.mat(max)).and(wide))
+            }
+            Op::CeSum { logits, max, target, first_col, valid, block, sum, picked } => {
+                let wide = self.wide([logits]) & i32::from(is_wide(block, logits.dtype));
+                let arguments = Arguments::default().and(self.mat(logits)).and(self.mat(max)).and(self.mat(target));
+                let arguments = arguments.and(first_col).and(valid as i64).and(block as i64);
+                let arguments = arguments.and(self.mat(sum)).and(self.mat(picked)).and(wide);
+                self.launch_rows(typed!(logits.dtype, "ce_sum"), logits.rows, arguments)
+            }
+            Op::CeGrad { logits, max, sum, picked, target, weight, first_col, valid, loss } => {
+                let wide = self.wide([logits]);
+                let arguments = Arguments::default().and(self.mat(logits)).and(self.mat(max)).and(self.mat(sum));
+                let arguments = arguments.and(self.mat(picked)).and(self.mat(target)).and(self.mat(weight));
+                let arguments = arguments.and(first_col).and(valid as i64).and(self.mat(loss)).and(wide);
+                self.launch_rows(typed!(logits.dtype, "ce_grad"), logits.rows, arguments)
+            }
+            Op::SumRows { x, acc, leaf, bits } => {
+                let arguments = Arguments::default().and(self.mat(x)).and(self.mat(acc)).and(leaf as i64);
+                let arguments = arguments.and(self.fixed(bits, 1));
+                self.launch_elements("sum_rows", (1, x.rows / leaf), 1, arguments)
+            }
+            Op::Dropout { x, samples, positions, dropout, site } => {
+                let arguments = Arguments::default().and(self.mat(x)).and(self.mat(samples));
+                let arguments = arguments.and(self.mat(positions)).and(hidden_dropout(dropout, site));
+                self.launch_packs(typed!(x.dtype, "dropout"), x, 4, arguments)
+            }
+            Op::FxTake { acc, bits, out } => {
+                let [acc, out] = flat([acc, out]);
+                let unit = power_of_two(-(bits as i32));
+                let arguments = Arguments::default().and(self.mat(acc)).and(unit).and(self.mat(out));
+                self.launch_packs("fx_take", out, 1, arguments)
+            }
+            Op::SquareNorm { x, limbs } => {
+                let [x] = flat([x]);
+                // A few elements a thread: the last additions of all blocks meet in six places.
+                let blocks = (x.cols as u64).div_ceil(8 * 256).min(u64::from(8 * self.gpu.num_multiprocessors()));
+                let arguments = Arguments::default().and(self.mat(x)).and(self.mat(limbs)).and(self.peak.address());
+                self.launch("square_norm", (blocks, 1), 256, 0, arguments)?;
+                self.launch("carry_limbs", (1, 1), 1, 0, Arguments::default().and(self.mat(limbs)))
+            }
+            Op::AdamW {
+                w,
+                m,
+                v,
+                g,
+                grad_scale,
+                lr,
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                correction1,
+                correction2,
+            } => {
+                let views = flat([w, m, v, g]);
+                let wide = self.wide(views);
+                let mut arguments = Arguments::default();
+                for view in views {
+                    arguments = arguments.and(self.mat(view).address);
+                }
+                let step = AdamW { grad_scale, lr, beta1, beta2, eps, weight_decay, correction1, correction2 };
+                let arguments = arguments.and(w.numel() as i64).and(step).and(wide);
+                self.launch_packs("adamw_f32", views[0], elements(w, wide), arguments)
+            }
+        }
+    }
+
+    /// A kernel on views of one shape that sees each element by itself.
+    fn elementwise<const N: usize>(&self, kernel: &'static str, views: [View; N]) -> Result<(), DriverError> {
+        let views = flat(views);
+        let wide = self.wide(views);
+        let arguments = views.iter().fold(Arguments::default(), |all, view| all.and(self.mat(*view)));
+        let narrowest = views.iter().map(|view| elements(*view, wide)).max().unwrap_or(1);
+        self.launch_packs(kernel, views[0], narrowest, arguments.and(wide))
+    }
+
+    /// A thread for every `pack` columns of each row of `view`.
+    fn launch_packs(
+        &self,
+        kernel: &'static str,
+        view: View,
+        pack: usize,
+        arguments: Arguments,
+    ) -> Result<(), DriverError> {
+        self.launch_elements(kernel, (view.rows, view.cols), pack, arguments)
+    }
+
+    fn launch_elements(
+        &self,
+        kernel: &'static str,
+        (rows, cols): (usize, usize),
+        pack: usize,
+        arguments: Arguments,
+    ) -> Result<(), DriverError> {
+        let packs = cols.div_ceil(pack);
+        let threads = packs.next_multiple_of(32).clamp(32, 256);
+        self.launch(kernel, (packs.div_ceil(threads) as u64, rows.min(65_535) as u64), threads as u32, 0, arguments)
+    }
+
+    /// A block for every row.
+    fn launch_rows(&self, kernel: &'static str, rows: usize, arguments: Arguments) -> Result<(), DriverError> {
+        self.launch(kernel, (rows as u64, 1), ROW_THREADS, 0, arguments)
+    }
+
+    /// 1 if all rows of all views start and end at multiples of 16 bytes.
+    fn wide<const N: usize>(&self, views: [View; N]) -> i32 {
+        let wide = |view: View| {
+            let mat = self.mat(view);
+            let bytes = |elements: u64| elements * view.dtype.size_bytes() as u64;
+            [mat.address, bytes(mat.stride as u64), bytes(mat.cols as u64)].iter().all(|at| at.is_multiple_of(16))
+        };
+        i32::from(views.into_iter().all(wide))
+    }
+
+    fn fixed(&self, bits: u32, weight: usize) -> Fixed {
+        assert!(bits <= 62, "a fixed point of {bits} bits leaves no range");
+        let unit = power_of_two(bits as i32 - 62) * weight as f32;
+        Fixed { scale: power_of_two(bits as i32), unit, peak: self.peak.address() }
+    }
+
+    fn embed_backward(
+        &self,
+        tokens: View,
+        d_out: View,
+        first_row: i32,
+        acc: View,
+        sum: Sum,
+    ) -> Result<(), DriverError> {
+        let arguments = Arguments::default().and(self.mat(tokens)).and(self.mat(d_out)).and(first_row);
+        let arguments = arguments.and(self.mat(acc));
+        match sum {
+            // Tokens are added one by one where others add leaves.
+            Sum::Fixed { leaf, bits } => {
+                let kernel = typed!(d_out.dtype, "embed_backward_fixed");
+                self.launch_packs(kernel, d_out, 1, arguments.and(self.fixed(bits, leaf)))
+            }
+            Sum::Float => self.launch_rows(typed!(d_out.dtype, "embed_backward_float"), acc.rows, arguments),
+        }
+    }
+
+    fn norm_gamma(
+        &mut self,
+        d_out: View,
+        x: View,
+        rstd: View,
+        d_gamma: View,
+        sum: Sum,
+    ) -> Result<(), DriverError> {
+        let operands = |be: &Self| Arguments::default().and(be.mat(d_out)).and(be.mat(x)).and(be.mat(rstd));
+        let blocks = (x.cols as u64).div_ceil(128);
+        // Enough parts to fill the GPU.
+        let parts = u64::from(8 * self.gpu.num_multiprocessors()).div_ceil(blocks);
+        match sum {
+            Sum::Fixed { leaf, bits } => {
+                let parts = parts.min((x.rows / leaf) as u64);
+                let arguments = operands(self).and(self.mat(d_gamma)).and(leaf as i64).and(self.fixed(bits, 1));
+                self.launch(typed!(x.dtype, "norm_gamma_fixed"), (blocks, parts), 128, 0, arguments)
+            }
+            Sum::Float => {
+                let rows_per_part = x.rows.div_ceil(parts as usize);
+                let parts = x.rows.div_ceil(rows_per_part);
+                let partial = self.scratch(parts, x.cols)?;
+                let arguments = operands(self).and(partial).and(rows_per_part as i64);
+                self.launch(typed!(x.dtype, "norm_gamma_float"), (blocks, parts as u64), 128, 0, arguments)?;
+                let arguments = Arguments::default().and(partial).and(self.mat(d_gamma));
+                self.launch("add_column_sums", (blocks, 1), 128, 0, arguments)
+            }
+        }
+    }
+
+    /// `out[m][n] (+)= Σ a(m, k) · b(n, k)` over `depth`, for factors of type `dtype`.
+    fn gemm(
+        &self,
+        (dtype, a): (DType, Factor),
+        b: Factor,
+        depth: usize,
+        out: View,
+        accumulate: bool,
+    ) -> Result<(), DriverError> {
+        let kernel = match (dtype, out.dtype) {
+            (DType::F32, DType::F32) => "gemm_f32_f32",
+            (DType::Bf16, DType::Bf16) => "gemm_bf16_bf16",
+            (DType::Bf16, DType::F32) => "gemm_bf16_f32",
+            (from, to) => panic!("no product of {from} makes {to}"),
+        };
+        let arguments = Arguments::default().and(a).and(b).and(depth as i64).and(self.mat(out));
+        self.launch(kernel, gemm_grid(out), 256, 0, arguments.and(i32::from(accumulate)))
+    }
+
+    /// `acc += d_outᵀ · x`.
+    fn weight_gradient(&self, d_out: View, x: View, acc: View, sum: Sum) -> Result<(), DriverError> {
+        let (a, b) = (Factor::cols(self.mat(d_out)), Factor::cols(self.mat(x)));
+        match sum {
+            Sum::Fixed { leaf, bits } => {
+                let arguments = Arguments::default().and(a).and(b).and(x.rows as i64).and(self.mat(acc));
+                let arguments = arguments.and(leaf as i64).and(self.fixed(bits, 1));
+                self.launch(typed!(x.dtype, "gemm_fixed"), gemm_grid(acc), 256, 0, arguments)
+            }
+            Sum::Float => self.gemm((x.dtype, a), b, x.rows, acc, true),
+        }
+    }
+
+    fn attention_arguments(&self, operands: AttentionOperands) -> Attention {
+        let AttentionOperands { qkv, kv, positions, samples, heads, batch, tile, dropout, first_head } = operands;
+        assert!(heads.head_dim <= 256, "attention heads of up to 256 elements, not {}", heads.head_dim);
+        Attention {
+            qkv: self.mat(qkv),
+            kv: self.mat(kv),
+            positions: self.mat(positions),
+            samples: self.mat(samples),
+            heads: of_heads(heads),
+            padding: 0,
+            queries: (qkv.rows / batch) as i64,
+            keys: (kv.rows / batch) as i64,
+            tile: tile as i64,
+            scale: 1.0 / (heads.head_dim as f32).sqrt(),
+            has_dropout: i32::from(dropout.is_some()),
+            drop: dropout.map_or(bytemuck::Zeroable::zeroed(), |dropout| drop_of(dropout, ATTENTION_DROPOUT, 0)),
+            first_head,
+        }
+    }
+
+    fn attention(&self, operands: AttentionOperands, out: View, lse: View) -> Result<(), DriverError> {
+        let arguments = Arguments::default().and(self.attention_arguments(operands));
+        let arguments = arguments.and(self.mat(out)).and(self.mat(lse));
+        let shared = shared_bytes(operands.heads, 3, 1);
+        let kernel = typed!(operands.qkv.dtype, "tiles_forward");
+        self.launch(kernel, operands.query_grid(), ROW_THREADS, shared, arguments)
+    }
+
+    fn attention_backward(
+        &mut self,
+        operands: AttentionOperands,
+        (out, lse): (View, View),
+        d_out: View,
+        (d_qkv, d_kv): (View, View),
+        sum: Sum,
+    ) -> Result<(), DriverError> {
+        let (rows, heads) = (operands.qkv.rows, operands.heads.num_queries());
+        let delta = self.scratch(rows, heads)?;
+        let gradient = Gradient { out: self.mat(out), lse: self.mat(lse), d_out: self.mat(d_out) };
+        let inputs =
+            |be: &Self| Arguments::default().and(be.attention_arguments(operands)).and(gradient).and(delta);
+        let dtype = operands.qkv.dtype;
+        self.launch_elements(typed!(dtype, "tiles_delta"), (rows, heads), 1, inputs(self))?;
+        let arguments = inputs(self).and(self.mat(d_qkv));
+        let shared = shared_bytes(operands.heads, 4, 1);
+        self.launch(typed!(dtype, "tiles_queries"), operands.query_grid(), ROW_THREADS, shared, arguments)?;
+        let (kernel, arguments) = match sum {
+            Sum::Fixed { bits, .. } => {
+                (typed!(dtype, "tiles_keys_fixed"), inputs(self).and(self.mat(d_kv)).and(self.fixed(bits, 1)))
+            }
+            Sum::Float => (typed!(dtype, "tiles_keys_float"), inputs(self).and(self.mat(d_kv))),
+        };
+        self.launch(kernel, operands.key_grid(), ROW_THREADS, shared_bytes(operands.heads, 4, 2), arguments)
+    }
+}
+
+impl AttentionOperands {
+    /// Blocks of queries by heads.
+    fn query_grid(&self) -> (u64, u64) {
+        let blocks = (self.qkv.rows / self.batch).div_ceil(ATTENTION_ROWS) * self.batch;
+        (blocks as u64, self.heads.num_queries() as u64)
+    }
+
+    /// Blocks of keys by groups.
+    fn key_grid(&self) -> (u64, u64) {
+        let blocks = (self.kv.rows / self.batch).div_ceil(ATTENTION_ROWS) * self.batch;
+        (blocks as u64, self.heads.groups as u64)
+    }
+}
+
+/// Views of one shape, as one row each if none has gaps.
+fn flat<const N: usize>(views: [View; N]) -> [View; N] {
+    match views.iter().all(|view| view.is_contiguous()) {
+        true => views.map(|view| View { stride: view.cols, ..view }.reshaped(1, view.numel())),
+        false => views,
+    }
+}
+
+/// Whether `len` elements end at a multiple of 16 bytes.
+fn is_wide(len: usize, dtype: DType) -> bool {
+    (len * dtype.size_bytes()).is_multiple_of(16)
+}
+
+/// Elements that a thread has.
+fn elements(view: View, wide: i32) -> usize {
+    if wide == 1 { 16 / view.dtype.size_bytes() } else { 1 }
+}
+
+/// Length of the sums of a product.
+fn w_depth(op: Op) -> usize {
+    match op {
+        Op::Linear { x, .. } => x.cols,
+        Op::LinearDx { d_out, .. } => d_out.cols,
+        _ => panic!("{} is no product of rows", op.name()),
+    }
+}
+
+fn gemm_grid(out: View) -> (u64, u64) {
+    ((out.cols as u64).div_ceil(GEMM_TILE), (out.rows as u64).div_ceil(GEMM_TILE))
+}
+
+/// Shared memory of `tiles.cu`: blocks of 32 rows of a head, and 32 × 32 tables of scores.
+fn shared_bytes(heads: backend::Heads, blocks: usize, tables: usize) -> usize {
+    let (rows, dim) = (ATTENTION_ROWS, heads.head_dim);
+    (blocks * rows * (dim + 1) + tables * rows * (rows + 1)) * size_of::<f32>()
+}
+
+fn of_heads(heads: backend::Heads) -> Heads {
+    let backend::Heads { groups, queries_per_group, head_dim } = heads;
+    Heads { groups: groups as i32, queries: queries_per_group as i32, dim: head_dim as i32 }
+}
+
+fn drop_of(dropout: Dropout, purpose: u32, site: u32) -> Drop {
+    let Dropout { p, seed, layer } = dropout;
+    Drop {
+        seed,
+        purpose,
+        place: layer << 22 | site << 16,
+        threshold: (f64::from(p) * (1u64 << 32) as f64) as u32,
+        scale: 1.0 / (1.0 - p),
+    }
+}
+
+fn hidden_dropout(dropout: Dropout, site: HiddenSite) -> Drop {
+    drop_of(dropout, HIDDEN_DROPOUT, site as u32)
+}
