@@ -191,6 +191,9 @@ table! {
         /// Ranks of the job, threads of one process [default: one copy of the model, TP × PP × CP × GTP, times DP if that is said]
         #[arg(long, visible_alias = "world-size", value_name = "RANKS")]
         nproc_per_node: u32,
+        /// What ranks compute on: cpu, cuda (the first GPU, which all ranks share) [default: cpu]
+        #[arg(long, value_enum, hide_possible_values = true, value_name = "DEVICE")]
+        device: DeviceArg,
         /// Optimizer steps of the whole run, those before a resume included (required, or --train-samples)
         #[arg(long, value_name = "STEPS", conflicts_with = "train_samples")]
         train_iters: u64,
@@ -414,6 +417,15 @@ pub(crate) enum PositionEmbeddingType {
 pub(crate) enum NumericsArg {
     Canonical,
     Fast,
+}
+
+/// `--device`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum DeviceArg {
+    #[default]
+    Cpu,
+    Cuda,
 }
 
 /// A value by the name that files have for it.

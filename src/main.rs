@@ -1,9 +1,10 @@
-//! The command line: `remesh train | config | data | inspect | ls | plan | verify | digest | demo`.
+//! The command line: `remesh train | config | data | inspect | ls | plan | verify | digest | doctor | demo`.
 //!
 //! A command's result goes to stdout, everything else to stderr; the exit codes are listed in `docs/cli.md`.
 
 mod args;
 mod commands;
+mod device;
 mod location;
 mod metrics;
 mod output;
@@ -49,6 +50,8 @@ enum Command {
     Verify(commands::verify::VerifyArgs),
     /// Print the SHA-256 of every whole tensor of model and optimizer, the same under every layout
     Digest(commands::digest::DigestArgs),
+    /// Say which GPUs and libraries of CUDA are found, and what a missing one disables
+    Doctor,
     /// Train a small model, resume it under three other layouts, and compare every loss
     Demo(commands::demo::DemoArgs),
 }
@@ -80,6 +83,7 @@ fn execute(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Ls(args) => commands::ls::run(&args, &output),
         Command::Verify(args) => commands::verify::run(&args, &output),
         Command::Digest(args) => commands::digest::run(&args, &output),
+        Command::Doctor => commands::doctor::run(&output),
         Command::Demo(args) => commands::demo::run(&args, &output),
     }
 }

@@ -7,12 +7,14 @@ use std::error::Error;
 use std::fmt;
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
+use train::backend::cuda::{CompileError, OpenError};
 use train::comm::CommError;
 use train::comm::threads::{Reason, WorldError};
 use train::data::TokenFileError;
 use train::parallel::StepError;
 use train::resume;
 use train::run::RunError;
+use train::step::BuildError;
 
 /// A command's own refusal, where no library has an error for it.
 #[derive(Debug, thiserror::Error)]
@@ -76,6 +78,7 @@ fn class_of(error: &(dyn Error + 'static)) -> Option<Class> {
         ckpt::SaveError => ckpt::SaveError::exit_code;
         train::resume::ResumeError => resume_exit;
         reshard::LayoutChangeError => reshard::LayoutChangeError::exit_code;
+        train::backend::cuda::OpenError => gpu_exit;
     }
     if let Some(refusal) = error.downcast_ref::<Refusal>() {
         return Some(Class {
@@ -103,6 +106,11 @@ fn class_of_run(error: &RunError) -> Option<Class> {
         RunError::Tokens(error) => class_of(error),
         RunError::Save { source, .. } => class_of(source),
         RunError::Observer(error) => class_of(&**error),
+        RunError::Build(BuildError::Device(_)) => class(
+            "RM8004",
+            8,
+            "a smaller micro-batch, or more ranks on more devices, need less memory on each",
+        ),
         RunError::Build(_) => class("RM2003", 2, "pick a layout that divides the model"),
         RunError::EmptyEpoch(_) => class("RM6003", 2, "use --epoch-tail span or pad, or a smaller batch"),
         RunError::NotFinite { .. } => class(
@@ -120,6 +128,14 @@ fn class_of_run(error: &RunError) -> Option<Class> {
 /// A rank that was too slow may be in time the next time; ranks that disagree will again.
 fn comm_exit(error: &CommError) -> u8 {
     if matches!(error, CommError::TimedOut { .. }) { 5 } else { 70 }
+}
+
+/// A GPU, driver or compiler that is not there is not found; one that fails is a failing device.
+fn gpu_exit(error: &OpenError) -> u8 {
+    match error {
+        OpenError::NoDriver | OpenError::NoGpu { .. } | OpenError::Compile(CompileError::Missing) => 3,
+        OpenError::Driver { .. } | OpenError::Compile(CompileError::Refused { .. }) => 70,
+    }
 }
 
 fn resume_exit(error: &resume::ResumeError) -> u8 {

@@ -6,6 +6,7 @@ mod start;
 use crate::args::said::{Said, settings_of};
 use crate::args::{CheckpointArgs, RunArgs, TrainArgs, resolve};
 use crate::commands::tokenize::Tokenizer;
+use crate::device;
 use crate::output::{Output, complain};
 use crate::report::{Refusal, failure, is_damage};
 use anyhow::Context;
@@ -127,6 +128,7 @@ fn train_from(
     }
     let changes = saved.map(|saved| changes(&saved, &config, &data)).unwrap_or_default();
 
+    let device = device::open(said.args.training.device.unwrap_or_default())?;
     let name = run_name();
     let iteration = continued.map_or(0, |checkpoint| checkpoint.step());
     let damaged = if start.is_in_save { damaged } else { &[] };
@@ -147,6 +149,7 @@ fn train_from(
         store.as_ref().map(|store| move |exchange| Saver::new(store.clone(), exchange).replacing(damaged));
     let job = Job {
         config: &config,
+        device,
         tokens: &said.tokens,
         resume,
         save: saver.as_ref().map(|saver| SavePolicy {

@@ -3,6 +3,7 @@
 use crate::support::{self, Layout, tiny_model};
 use mesh::{GroupTable, Rank};
 use std::sync::Arc;
+use train::backend::Device;
 use train::comm::threads::{World, WorldOptions};
 use train::config::{LossAverage, TrainConfig};
 use train::data::sampler::RankBatch;
@@ -57,7 +58,7 @@ fn step(micro_batch_size: u32, batch: &RankBatch) -> StepOutcome {
     let outcomes = World::run(1, WorldOptions::default(), |context| {
         let groups = table.for_rank(Rank(0));
         let comms = Comms::new(&groups, |kind| context.comm(&groups, kind)).unwrap();
-        let mut trainer = Trainer::new(&config, &groups, comms).unwrap();
+        let mut trainer = Trainer::new(&config, &groups, comms, &Device::Cpu).unwrap();
         trainer.step(batch, &StepSettings { lr: 1e-2, weight_decay: 0.01, update: 1 })
     });
     outcomes.map_err(|error| error.first.reason.to_string()).unwrap()[0]

@@ -6,6 +6,7 @@ use expect_test::expect;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
+use train::backend::Device;
 use train::comm::OpSignature;
 use train::comm::record::{CallLog, RecordedComm};
 use train::parallel::Comms;
@@ -33,7 +34,7 @@ fn each_collective_left_out_is_noticed() {
         Arc::new(mesh::GroupTable::new("model", every_axis.parallel.layout())).for_rank(mesh::Rank(0));
     let ignored = CallLog::default();
     let comms = Comms::new(&groups, |kind| Rc::new(RecordedComm::new(&groups, kind, &ignored))).unwrap();
-    let calls = Trainer::new(&every_axis, &groups, comms).unwrap().call_log().calls();
+    let calls = Trainer::new(&every_axis, &groups, comms, &Device::Cpu).unwrap().call_log().calls();
     let mut sites = BTreeMap::new();
     for call in calls {
         let OpSignature::Tensor { site, collective, .. } = call.operation else { continue };

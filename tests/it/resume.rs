@@ -7,6 +7,7 @@ use mesh::{BatchSchedule, Ramp, Region};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
+use train::backend::Device;
 use train::config::{
     Activation, Biases, EpochTail, LossAverage, ModelConfig, Normalization, Numerics, PositionEmbedding,
     Precision, TrainConfig,
@@ -48,6 +49,7 @@ pub fn train<'a>(
     });
     let job = Job {
         config,
+        device: Device::Cpu,
         tokens,
         resume,
         save: Some(SavePolicy {

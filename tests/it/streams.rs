@@ -6,6 +6,7 @@ use ckpt::{Saver, Store};
 use expect_test::expect;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use train::backend::Device;
 use train::comm::threads::{World, WorldOptions};
 use train::config::TrainConfig;
 use train::data::TokenFile;
@@ -92,6 +93,7 @@ fn in_world<R: Send>(
     let stop = AtomicBool::new(false);
     let job = Job {
         config: &config,
+        device: Device::Cpu,
         tokens,
         resume: None,
         save: Some(policy()),

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
+use train::backend::Device;
 use train::comm::mutate::Mutated;
 use train::comm::threads::{RankContext, World, WorldOptions};
 use train::comm::{Comm, Site};
@@ -242,7 +243,7 @@ fn rank_trace(
         }
     })
     .unwrap();
-    let mut trainer = Trainer::new(config, &groups, comms).unwrap();
+    let mut trainer = Trainer::new(config, &groups, comms, &Device::Cpu).unwrap();
     let sampler = Sampler::new(
         config.seed,
         tokens.num_samples(config.parallel.seq_length()).unwrap(),

@@ -10,6 +10,7 @@ use mesh::{
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use train::backend::Device;
 use train::comm::threads::{World, WorldOptions};
 use train::config::TrainConfig;
 use train::data::TokenFile;
@@ -49,6 +50,7 @@ fn run_all(models: &[&Model], tokens: &TokenFile) {
         let saver = |exchange| Saver::new(model.store.clone(), exchange);
         let job = Job {
             config: &model.config,
+            device: Device::Cpu,
             tokens,
             resume: model.source.as_ref().map(|saved| Resume {
                 source: saved as &(dyn StateSource + Sync),

@@ -16,6 +16,33 @@ pub use op::{Accumulate, Center, Dropout, Heads, HiddenSite, Op};
 pub use plan::{Buffers, Lifetime, MemoryPlan, Recorder, Slot};
 pub use view::{BufId, View};
 
+use cpu::CpuBackend;
+use cuda::Gpu;
+use std::sync::Arc;
+
+/// What ranks compute on.
+#[derive(Clone, Debug, Default)]
+pub enum Device {
+    /// The processor, each rank in its own thread.
+    #[default]
+    Cpu,
+    /// A GPU, which several ranks may share.
+    Cuda(Arc<Gpu>),
+}
+
+impl Device {
+    /// A rank's memory, with the buffers of `plan`.
+    ///
+    /// # Errors
+    /// What the device says, above all that its memory is too small.
+    pub fn backend(&self, plan: MemoryPlan) -> Result<Box<dyn Backend>, BackendError> {
+        Ok(match self {
+            Device::Cpu => Box::new(CpuBackend::new(plan)),
+            Device::Cuda(gpu) => Box::new(gpu.backend(plan)?),
+        })
+    }
+}
+
 /// A device, or the recorder that stands for one while memory is planned. One a rank.
 pub trait Backend {
     /// Runs one operation.

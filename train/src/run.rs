@@ -2,6 +2,7 @@
 //!
 //! What happens is told to an observer as values; nothing here prints, and no file but the token file is opened here.
 
+use crate::backend::Device;
 use crate::comm::CommError;
 use crate::comm::threads::{RankContext, RankFailure, Reason, World, WorldError, WorldOptions};
 use crate::config::TrainConfig;
@@ -23,6 +24,8 @@ use std::time::{Duration, Instant};
 pub struct Job<'a> {
     /// What to train.
     pub config: &'a TrainConfig,
+    /// On what.
+    pub device: Device,
     /// The tokens.
     pub tokens: &'a TokenFile,
     /// Where to go on from; `None` starts afresh.
@@ -284,7 +287,7 @@ impl<'a> RankRun<'a> {
         let parallel = &config.parallel;
         let num_samples = job.tokens.num_samples(parallel.seq_length())?;
         let comms = Comms::new(groups, |kind| context.comm(groups, kind)).map_err(BuildError::from)?;
-        let mut trainer = Trainer::new(config, groups, comms)?;
+        let mut trainer = Trainer::new(config, groups, comms, &job.device)?;
         let state = RunState::new(&mut trainer, key_prefix).map_err(BuildError::from)?;
         let saver = job.save.as_ref().map(|policy| {
             let comm = context.comm_for("save", groups, GroupKind::TpDpCp);

@@ -1,7 +1,6 @@
 //! One optimizer step, and the state of a rank that steps.
 
-use crate::backend::cpu::CpuBackend;
-use crate::backend::{Backend, BackendError, Buffers, Lifetime, MemoryPlan, Op, Recorder, View};
+use crate::backend::{Backend, BackendError, Buffers, Device, Lifetime, MemoryPlan, Op, Recorder, View};
 use crate::comm::Reduce;
 use crate::comm::record::{CallLog, RecordedComm};
 use crate::config::{Numerics, TrainConfig};
@@ -49,6 +48,9 @@ pub enum BuildError {
     /// A parameter does not divide.
     #[error(transparent)]
     Placement(#[from] Indivisible),
+    /// The device has no room, or fails.
+    #[error(transparent)]
+    Device(#[from] BackendError),
 }
 
 /// What a step is given beside its batch.
@@ -233,18 +235,23 @@ impl Homes {
 }
 
 impl Trainer {
-    /// A rank with its initial weights: every element drawn by its global index, so no rank needs another's.
+    /// A rank on `device` with its initial weights: every element drawn by its global index, so no rank needs another's.
     ///
     /// # Errors
-    /// Groups that the collection lacks, or a parameter that does not divide.
-    pub fn new(config: &TrainConfig, groups: &ProcessGroups, comms: Comms) -> Result<Self, BuildError> {
+    /// Groups that the collection lacks, a parameter that does not divide, or a device without room.
+    pub fn new(
+        config: &TrainConfig,
+        groups: &ProcessGroups,
+        comms: Comms,
+        device: &Device,
+    ) -> Result<Self, BuildError> {
         let mut buffers = Buffers::default();
         let mut program = Program::new(config, groups, &mut buffers)?;
         let [ignored, call_log] = [(); 2].map(|()| CallLog::default());
         let recorded = |log| Comms::new(groups, |kind| Rc::new(RecordedComm::new(groups, kind, log)));
         let (learning, recorded) = (recorded(&ignored)?, recorded(&call_log)?);
         let plan = program.record(&buffers, &learning, &recorded).expect("a recorder cannot fail");
-        let be = Box::new(CpuBackend::new(plan.clone()));
+        let be = device.backend(plan.clone())?;
         let mut trainer =
             Trainer { config: config.clone(), groups: groups.clone(), comms, be, program, plan, call_log };
         trainer.init_weights()?;
@@ -272,9 +279,9 @@ impl Trainer {
                 DType::Bf16 => values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
                 _ => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
             };
-            self.be.upload(home.weight, &bytes).expect("host memory");
+            self.be.upload(home.weight, &bytes)?;
         }
-        self.program.optimizer.restart_masters(self.be.as_mut(), |_| true).expect("host memory");
+        self.program.optimizer.restart_masters(self.be.as_mut(), |_| true)?;
         Ok(())
     }
 

@@ -17,3 +17,4 @@ pub mod nvrtc;
 
 pub use device::CudaBackend;
 pub use gpu::{Gpu, OpenError};
+pub use nvrtc::CompileError;

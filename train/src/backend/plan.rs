@@ -129,6 +129,9 @@ pub struct Slot {
 }
 
 impl MemoryPlan {
+    /// Elements at whose multiples buffers start: 128 bytes at least, so that devices can read many at once.
+    const ALIGNMENT: usize = 64;
+
     fn new(buffers: Vec<Declared>, uses: &[Option<(usize, usize)>]) -> Self {
         let mut arena_len = BTreeMap::new();
         let mut slots: Vec<Slot> = Vec::with_capacity(buffers.len());
@@ -137,7 +140,7 @@ impl MemoryPlan {
             if declared.lifetime == Lifetime::Persistent {
                 let end = arena_len.entry(declared.dtype).or_insert(0);
                 start = *end;
-                *end += declared.len;
+                *end = (start + declared.len).next_multiple_of(Self::ALIGNMENT);
             }
             slots.push(Slot {
                 name: declared.name.clone(),
@@ -170,7 +173,7 @@ impl MemoryPlan {
                 if lo >= start + slots[index].len {
                     break;
                 }
-                start = start.max(hi);
+                start = start.max(hi.next_multiple_of(Self::ALIGNMENT));
             }
             slots[index].start = start;
             let end = arena_len.entry(slots[index].dtype).or_insert(0);
@@ -224,7 +227,11 @@ mod tests {
         recorder.run(Op::Copy { src: b, dst: c }).unwrap();
         recorder.run(Op::Copy { src: c.col_range(0, 5).row_range(0, 1), dst: kept.col_range(0, 5) }).unwrap();
         let plan = recorder.plan();
-        assert_eq!(plan.arena_len(DType::F32), 10 + 2 * 100, "a and c share, b does not");
+        assert_eq!(
+            plan.arena_len(DType::F32),
+            64 + 128 + 100,
+            "a and c share, b does not; all start at multiples of 64"
+        );
         assert_eq!(plan.slot(a.buf).start, plan.slot(c.buf).start);
         assert_eq!(plan.slot(a.buf).shares_with, [c.buf]);
         assert_eq!(plan.slot(b.buf).shares_with, []);

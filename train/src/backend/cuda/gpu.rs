@@ -1,9 +1,9 @@
 //! A GPU that was opened: its context and compiled kernels, shared by all ranks that compute on it.
 
+use super::CudaBackend;
 use super::kernels::SOURCES;
 use super::loader::{self, Present, reason};
 use super::nvrtc::{self, CompileError};
-use super::CudaBackend;
 use crate::backend::{BackendError, MemoryPlan};
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
@@ -57,9 +57,9 @@ impl OpenError {
     /// Code of the error.
     pub fn code(&self) -> &'static str {
         match self {
-            OpenError::NoDriver | OpenError::NoGpu { .. } => "RM7001",
-            OpenError::Compile(CompileError::Missing) => "RM7002",
-            OpenError::Driver { .. } | OpenError::Compile(CompileError::Refused { .. }) => "RM7003",
+            OpenError::NoDriver | OpenError::NoGpu { .. } => "RM8001",
+            OpenError::Compile(CompileError::Missing) => "RM8002",
+            OpenError::Driver { .. } | OpenError::Compile(CompileError::Refused { .. }) => "RM8003",
         }
     }
 
@@ -104,7 +104,8 @@ impl Gpu {
         // SAFETY: the context was just retained.
         unsafe { result::ctx::set_current(context) }.map_err(driver)?;
         // SAFETY: the driver gave this device.
-        let attribute = |attribute| unsafe { result::device::get_attribute(device, attribute) }.map_err(driver);
+        let attribute =
+            |attribute| unsafe { result::device::get_attribute(device, attribute) }.map_err(driver);
         use sys::CUdevice_attribute as Of;
         let num_multiprocessors = attribute(Of::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
         let max_shared = attribute(Of::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
@@ -163,8 +164,10 @@ fn architecture((major, minor): (u32, u32)) -> String {
 fn allow_shared_memory(function: sys::CUfunction, max_bytes: i32) -> Result<(), DriverError> {
     // SAFETY: the function belongs to a loaded module.
     unsafe {
-        let fixed =
-            result::function::get_function_attribute(function, Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;
+        let fixed = result::function::get_function_attribute(
+            function,
+            Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+        )?;
         let dynamic = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         result::function::set_function_attribute(function, dynamic, max_bytes - fixed)
     }

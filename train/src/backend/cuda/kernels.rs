@@ -83,26 +83,13 @@ pub const SOURCES: [Source; 8] = [
         name: "gemm",
         text: include_str!("kernels/gemm.cu"),
         max_registers: 168,
-        kernels: &[
-            "gemm_f32_f32",
-            "gemm_bf16_bf16",
-            "gemm_bf16_f32",
-            "gemm_fixed_f32",
-            "gemm_fixed_bf16",
-        ],
+        kernels: &["gemm_f32_f32", "gemm_bf16_bf16", "gemm_bf16_f32", "gemm_fixed_f32", "gemm_fixed_bf16"],
     },
     Source {
         name: "rope",
         text: include_str!("kernels/rope.cu"),
         max_registers: 32,
-        kernels: &[
-            "rope_f32",
-            "rope_bf16",
-            "pack_kv_f32",
-            "pack_kv_bf16",
-            "unpack_kv_f32",
-            "unpack_kv_bf16",
-        ],
+        kernels: &["rope_f32", "rope_bf16", "pack_kv_f32", "pack_kv_bf16", "unpack_kv_f32", "unpack_kv_bf16"],
     },
     Source {
         name: "tiles",

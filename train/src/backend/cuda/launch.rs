@@ -31,7 +31,10 @@ macro_rules! typed {
 /// How a sum over rows is added.
 #[derive(Clone, Copy)]
 enum Sum {
-    Fixed { leaf: usize, bits: u32 },
+    Fixed {
+        leaf: usize,
+        bits: u32,
+    },
     #[allow(dead_code)]
     Float,
 }
@@ -69,12 +72,14 @@ impl CudaBackend {
                     _ => "gather_64",
                 };
                 let wide = self.wide([src, dst]);
-                let arguments = Arguments::default().and(self.mat(src)).and(self.mat(index)).and(self.mat(dst));
+                let arguments =
+                    Arguments::default().and(self.mat(src)).and(self.mat(index)).and(self.mat(dst));
                 self.launch_packs(kernel, dst, elements(src, wide), arguments.and(wide))
             }
             Op::Embed { tokens, table, first_row, out } => {
                 let wide = self.wide([table, out]);
-                let arguments = Arguments::default().and(self.mat(tokens)).and(self.mat(table)).and(first_row);
+                let arguments =
+                    Arguments::default().and(self.mat(tokens)).and(self.mat(table)).and(first_row);
                 let arguments = arguments.and(self.mat(out)).and(wide);
                 self.launch_packs(typed!(out.dtype, "embed"), out, elements(out, wide), arguments)
             }
@@ -84,19 +89,22 @@ impl CudaBackend {
             Op::AddNorm { x, delta, gamma, eps, sum, rstd, out } => {
                 let wide = self.wide([x, delta.unwrap_or(x), gamma, sum, out]);
                 let delta = delta.map_or(Mat::NONE, |delta| self.mat(delta));
-                let arguments = Arguments::default().and(self.mat(x)).and(delta).and(self.mat(gamma)).and(eps);
+                let arguments =
+                    Arguments::default().and(self.mat(x)).and(delta).and(self.mat(gamma)).and(eps);
                 let arguments = arguments.and(self.mat(sum)).and(self.mat(rstd)).and(self.mat(out)).and(wide);
                 self.launch_rows(typed!(x.dtype, "add_norm"), x.rows, arguments)
             }
             Op::NormApply { sum, rstd, gamma, out } => {
                 let wide = self.wide([sum, gamma, out]);
-                let arguments = Arguments::default().and(self.mat(sum)).and(self.mat(rstd)).and(self.mat(gamma));
+                let arguments =
+                    Arguments::default().and(self.mat(sum)).and(self.mat(rstd)).and(self.mat(gamma));
                 let arguments = arguments.and(self.mat(out)).and(wide);
                 self.launch_rows(typed!(sum.dtype, "norm_apply"), sum.rows, arguments)
             }
             Op::NormBackward { d_out, sum, rstd, gamma, d_sum, accumulate, d_gamma, leaf, bits } => {
                 let wide = self.wide([d_out, sum, gamma, d_sum]);
-                let arguments = Arguments::default().and(self.mat(d_out)).and(self.mat(sum)).and(self.mat(rstd));
+                let arguments =
+                    Arguments::default().and(self.mat(d_out)).and(self.mat(sum)).and(self.mat(rstd));
                 let arguments = arguments.and(self.mat(gamma)).and(self.mat(d_sum));
                 let arguments = arguments.and(i32::from(accumulate)).and(wide);
                 self.launch_rows(typed!(sum.dtype, "norm_backward"), sum.rows, arguments)?;
@@ -197,23 +205,34 @@ impl CudaBackend {
                 let wide = self.wide([d_out, gate_up, d_gate_up]);
                 let arguments = Arguments::default().and(self.mat(d_out)).and(self.mat(gate_up));
                 let arguments = arguments.and(self.mat(d_gate_up)).and(wide);
-                self.launch_packs(typed!(d_out.dtype, "glu_backward"), d_out, elements(d_out, wide), arguments)
+                self.launch_packs(
+                    typed!(d_out.dtype, "glu_backward"),
+                    d_out,
+                    elements(d_out, wide),
+                    arguments,
+                )
             }
             Op::CeMax { logits, valid, max } => {
                 let wide = self.wide([logits]);
                 let arguments = Arguments::default().and(self.mat(logits)).and(valid as i64);
-                self.launch_rows(typed!(logits.dtype, "ce_max"), logits.rows, arguments.and(self.mat(max)).and(wide))
+                self.launch_rows(
+                    typed!(logits.dtype, "ce_max"),
+                    logits.rows,
+                    arguments.and(self.mat(max)).and(wide),
+                )
             }
             Op::CeSum { logits, max, target, first_col, valid, block, sum, picked } => {
                 let wide = self.wide([logits]) & i32::from(is_wide(block, logits.dtype));
-                let arguments = Arguments::default().and(self.mat(logits)).and(self.mat(max)).and(self.mat(target));
+                let arguments =
+                    Arguments::default().and(self.mat(logits)).and(self.mat(max)).and(self.mat(target));
                 let arguments = arguments.and(first_col).and(valid as i64).and(block as i64);
                 let arguments = arguments.and(self.mat(sum)).and(self.mat(picked)).and(wide);
                 self.launch_rows(typed!(logits.dtype, "ce_sum"), logits.rows, arguments)
             }
             Op::CeGrad { logits, max, sum, picked, target, weight, first_col, valid, loss } => {
                 let wide = self.wide([logits]);
-                let arguments = Arguments::default().and(self.mat(logits)).and(self.mat(max)).and(self.mat(sum));
+                let arguments =
+                    Arguments::default().and(self.mat(logits)).and(self.mat(max)).and(self.mat(sum));
                 let arguments = arguments.and(self.mat(picked)).and(self.mat(target)).and(self.mat(weight));
                 let arguments = arguments.and(first_col).and(valid as i64).and(self.mat(loss)).and(wide);
                 self.launch_rows(typed!(logits.dtype, "ce_grad"), logits.rows, arguments)
@@ -237,8 +256,10 @@ impl CudaBackend {
             Op::SquareNorm { x, limbs } => {
                 let [x] = flat([x]);
                 // A few elements a thread: the last additions of all blocks meet in six places.
-                let blocks = (x.cols as u64).div_ceil(8 * 256).min(u64::from(8 * self.gpu.num_multiprocessors()));
-                let arguments = Arguments::default().and(self.mat(x)).and(self.mat(limbs)).and(self.peak.address());
+                let blocks =
+                    (x.cols as u64).div_ceil(8 * 256).min(u64::from(8 * self.gpu.num_multiprocessors()));
+                let arguments =
+                    Arguments::default().and(self.mat(x)).and(self.mat(limbs)).and(self.peak.address());
                 self.launch("square_norm", (blocks, 1), 256, 0, arguments)?;
                 self.launch("carry_limbs", (1, 1), 1, 0, Arguments::default().and(self.mat(limbs)))
             }
@@ -262,7 +283,8 @@ impl CudaBackend {
                 for view in views {
                     arguments = arguments.and(self.mat(view).address);
                 }
-                let step = AdamW { grad_scale, lr, beta1, beta2, eps, weight_decay, correction1, correction2 };
+                let step =
+                    AdamW { grad_scale, lr, beta1, beta2, eps, weight_decay, correction1, correction2 };
                 let arguments = arguments.and(w.numel() as i64).and(step).and(wide);
                 self.launch_packs("adamw_f32", views[0], elements(w, wide), arguments)
             }
@@ -298,11 +320,22 @@ impl CudaBackend {
     ) -> Result<(), DriverError> {
         let packs = cols.div_ceil(pack);
         let threads = packs.next_multiple_of(32).clamp(32, 256);
-        self.launch(kernel, (packs.div_ceil(threads) as u64, rows.min(65_535) as u64), threads as u32, 0, arguments)
+        self.launch(
+            kernel,
+            (packs.div_ceil(threads) as u64, rows.min(65_535) as u64),
+            threads as u32,
+            0,
+            arguments,
+        )
     }
 
     /// A block for every row.
-    fn launch_rows(&self, kernel: &'static str, rows: usize, arguments: Arguments) -> Result<(), DriverError> {
+    fn launch_rows(
+        &self,
+        kernel: &'static str,
+        rows: usize,
+        arguments: Arguments,
+    ) -> Result<(), DriverError> {
         self.launch(kernel, (rows as u64, 1), ROW_THREADS, 0, arguments)
     }
 
@@ -311,7 +344,9 @@ impl CudaBackend {
         let wide = |view: View| {
             let mat = self.mat(view);
             let bytes = |elements: u64| elements * view.dtype.size_bytes() as u64;
-            [mat.address, bytes(mat.stride as u64), bytes(mat.cols as u64)].iter().all(|at| at.is_multiple_of(16))
+            [mat.address, bytes(mat.stride as u64), bytes(mat.cols as u64)]
+                .iter()
+                .all(|at| at.is_multiple_of(16))
         };
         i32::from(views.into_iter().all(wide))
     }
@@ -357,7 +392,8 @@ impl CudaBackend {
         match sum {
             Sum::Fixed { leaf, bits } => {
                 let parts = parts.min((x.rows / leaf) as u64);
-                let arguments = operands(self).and(self.mat(d_gamma)).and(leaf as i64).and(self.fixed(bits, 1));
+                let arguments =
+                    operands(self).and(self.mat(d_gamma)).and(leaf as i64).and(self.fixed(bits, 1));
                 self.launch(typed!(x.dtype, "norm_gamma_fixed"), (blocks, parts), 128, 0, arguments)
             }
             Sum::Float => {
@@ -405,7 +441,8 @@ impl CudaBackend {
     }
 
     fn attention_arguments(&self, operands: AttentionOperands) -> Attention {
-        let AttentionOperands { qkv, kv, positions, samples, heads, batch, tile, dropout, first_head } = operands;
+        let AttentionOperands { qkv, kv, positions, samples, heads, batch, tile, dropout, first_head } =
+            operands;
         assert!(heads.head_dim <= 256, "attention heads of up to 256 elements, not {}", heads.head_dim);
         Attention {
             qkv: self.mat(qkv),
@@ -419,7 +456,8 @@ impl CudaBackend {
             tile: tile as i64,
             scale: 1.0 / (heads.head_dim as f32).sqrt(),
             has_dropout: i32::from(dropout.is_some()),
-            drop: dropout.map_or(bytemuck::Zeroable::zeroed(), |dropout| drop_of(dropout, ATTENTION_DROPOUT, 0)),
+            drop: dropout
+                .map_or(bytemuck::Zeroable::zeroed(), |dropout| drop_of(dropout, ATTENTION_DROPOUT, 0)),
             first_head,
         }
     }

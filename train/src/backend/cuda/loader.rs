@@ -51,10 +51,10 @@ pub fn find() -> Found {
         Library { name, needed_for, version, path }
     };
     let libraries = vec![
-        library("libcuda", "`--device cuda`", present.driver.then(driver_version)),
-        library("libnvrtc", "`--device cuda`", present.nvrtc.then(nvrtc_version)),
-        library("libcublasLt", "quick bf16 matrix products", present.cublaslt.then(cublaslt_version)),
-        library("libnccl", "ranks on several GPUs", present.nccl.map(readable)),
+        library("libcuda", "training on GPUs (`--device cuda`)", present.driver.then(driver_version)),
+        library("libnvrtc", "training on GPUs (`--device cuda`)", present.nvrtc.then(nvrtc_version)),
+        library("libcublasLt", "quick matrix products on GPUs", present.cublaslt.then(cublaslt_version)),
+        library("libnccl", "training on several GPUs", present.nccl.map(readable)),
     ];
     let gpus = match present.driver {
         false => Err("there is no driver".to_owned()),

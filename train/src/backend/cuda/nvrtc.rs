@@ -100,8 +100,9 @@ pub(super) fn cubin(
         return Err(CompileError::Missing);
     }
     let Some(cache) = cache else { return Ok(compile(source, architecture)?.cubin) };
-    let identity =
-        [&whole_text(source), architecture, &nvrtc_version(), &OPTIONS.join(" ")].map(str::to_owned).join("\0");
+    let identity = [&whole_text(source), architecture, &nvrtc_version(), &OPTIONS.join(" ")]
+        .map(str::to_owned)
+        .join("\0");
     let file = format!("{}-{architecture}-{:016x}.cubin", source.name, fnv1a(identity.as_bytes()));
     let path = cache.join(&file);
     if let Ok(code) = fs::read(&path)
