@@ -212,10 +212,23 @@ pub struct Tracing {
 /// # Errors
 /// If a rank fails, or ranks disagree on what a step came to.
 pub fn trace(config: &TrainConfig, tokens: &TokenFile, tracing: Tracing) -> Result<Trace, String> {
+    trace_on(&Device::Cpu, config, tokens, tracing)
+}
+
+/// The same on another device, which all ranks share.
+///
+/// # Errors
+/// See [`trace`].
+pub fn trace_on(
+    device: &Device,
+    config: &TrainConfig,
+    tokens: &TokenFile,
+    tracing: Tracing,
+) -> Result<Trace, String> {
     let layout = config.parallel.layout();
     let table = Arc::new(GroupTable::new("model", layout));
     let ranks = World::run(layout.world_size(), WorldOptions::default(), |context| {
-        rank_trace(config, tokens, tracing, &table, context)
+        rank_trace(device, config, tokens, tracing, &table, context)
     });
     merge(ranks.map_err(|error| error.to_string())?)
 }
@@ -228,6 +241,7 @@ struct RankTrace {
 }
 
 fn rank_trace(
+    device: &Device,
     config: &TrainConfig,
     tokens: &TokenFile,
     tracing: Tracing,
@@ -243,7 +257,7 @@ fn rank_trace(
         }
     })
     .unwrap();
-    let mut trainer = Trainer::new(config, &groups, comms, &Device::Cpu).unwrap();
+    let mut trainer = Trainer::new(config, &groups, comms, device).unwrap();
     let sampler = Sampler::new(
         config.seed,
         tokens.num_samples(config.parallel.seq_length()).unwrap(),

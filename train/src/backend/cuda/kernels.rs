@@ -94,7 +94,7 @@ pub const SOURCES: [Source; 8] = [
     Source {
         name: "tiles",
         text: include_str!("kernels/tiles.cu"),
-        max_registers: 168,
+        max_registers: 192,
         kernels: &[
             "tiles_forward_f32",
             "tiles_forward_bf16",

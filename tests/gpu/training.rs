@@ -1,0 +1,130 @@
+//! Training on the GPU: the promises of canonical numerics, several ranks sharing one device, and curves beside the CPU's.
+
+use crate::Test;
+use crate::support::{self, Layout, Trace, Tracing, tiny_model, trace, trace_on};
+use ckpt::{Saver, Store};
+use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
+use train::backend::Device;
+use train::config::TrainConfig;
+use train::data::TokenFile;
+use train::resume::{Level, Resume, RngPolicy, Selection};
+use train::run::{Event, Job, RunName, SavePolicy, run};
+
+pub(crate) const TESTS: &[Test] = &[
+    ("training::losses_are_those_of_the_cpu", losses_are_those_of_the_cpu),
+    ("training::layouts_of_eight_ranks_give_the_same_bits", layouts_of_eight_ranks_give_the_same_bits),
+    ("training::resumes_cross_devices", resumes_cross_devices),
+];
+
+const SEQ_LENGTH: u64 = 64;
+const BATCH: u64 = 8;
+
+fn tokens(folder: &std::path::Path) -> TokenFile {
+    support::token_file(folder, 64 * SEQ_LENGTH + 1)
+}
+
+fn config(layout: Layout, train_iters: u64) -> TrainConfig {
+    let parallel = layout.parallel(SEQ_LENGTH, BATCH).unwrap();
+    let config = support::config(tiny_model(8), parallel, train_iters);
+    config.check().unwrap();
+    config
+}
+
+/// The first losses are sums of the same terms in another order; later ones have gone through updates.
+fn losses_are_those_of_the_cpu(device: &Device) {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = tokens(folder.path());
+    let tracing = Tracing { steps: 20, ..Tracing::default() };
+    let config = config(Layout::SINGLE, 20);
+    let expected = trace(&config, &tokens, tracing).unwrap();
+    let found = trace_on(device, &config, &tokens, tracing).unwrap();
+    let losses = |trace: &Trace| trace.outcomes.iter().map(|outcome| outcome.loss).collect::<Vec<f64>>();
+    let (expected, found) = (losses(&expected), losses(&found));
+    println!("  losses on CPU  {:?}\n  losses on GPU  {:?}", expected, found);
+    for (step, (expected, found)) in expected.iter().zip(&found).enumerate() {
+        let error = (found / expected - 1.0).abs();
+        assert!(error <= 1e-5, "step {step}: a loss of {found} instead of {expected}");
+    }
+    assert!(found[19] < found[0], "it learns");
+}
+
+fn layouts_of_eight_ranks_give_the_same_bits(device: &Device) {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = tokens(folder.path());
+    let tracing = Tracing { steps: 3, ..Tracing::default() };
+    let single = Layout::SINGLE;
+    let expected = trace_on(device, &config(single, 3), &tokens, tracing).unwrap();
+    for layout in [
+        Layout { mbs: 2, ..single },
+        Layout { dp: 8, ..single },
+        Layout { cp: 8, ..single },
+        Layout { tp: 8, ..single },
+        Layout { tp: 8, sp: true, ..single },
+        Layout { gtp: 8, nseq: 1, ..single },
+        Layout { gtp: 8, nseq: 8, ..single },
+        Layout { tp: 2, sp: true, cp: 2, dp: 2, ..single },
+        Layout { tp: 2, gtp: 4, nseq: 2, ..single },
+    ] {
+        let found = trace_on(device, &config(layout, 3), &tokens, tracing).unwrap();
+        let difference = support::difference(&expected, &found);
+        assert_eq!(difference, None, "{layout:?}");
+        println!("  equal bits: {layout:?}");
+    }
+}
+
+/// CUDA ranks save, CPU ranks go on and save, CUDA ranks go on: each load proves that memory holds what was saved.
+fn resumes_cross_devices(device: &Device) {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = tokens(folder.path());
+    let save = folder.path().join("run");
+    let store = Store::create(save.to_str().unwrap()).unwrap();
+    let eight = Layout { tp: 2, cp: 2, dp: 2, ..Layout::SINGLE };
+    let legs =
+        [(device, eight, 2), (&Device::Cpu, Layout::SINGLE, 4), (device, Layout { cp: 4, ..eight }, 6)];
+    for (device, layout, until) in legs {
+        let mut config = config(layout, until);
+        config.schedule = support::schedule(6);
+        let checkpoint = (until > 2).then(|| store.checkpoint(until - 2).unwrap());
+        let level = Mutex::new(None);
+        let losses = Mutex::new(Vec::new());
+        let job = Job {
+            config: &config,
+            device: device.clone(),
+            tokens: &tokens,
+            resume: checkpoint.as_ref().map(|source| Resume {
+                source,
+                selection: Selection::ALL,
+                allow_missing: &[],
+                allow_extra: &[],
+                rng_policy: RngPolicy::Derive,
+                allow_change: &[],
+                strict: false,
+            }),
+            save: Some(SavePolicy {
+                interval: 0,
+                saver: &|exchange| Saver::new(store.clone(), exchange),
+                writer: RunName { run: "test".into(), host: "here".into(), pid: 1, program: "gpu".into() },
+                now: || "2026-11-30T00:00:00Z".into(),
+            }),
+            timeout: Job::TIMEOUT,
+            stop: &AtomicBool::new(false),
+            observer: &|event| {
+                match event {
+                    Event::Resumed(resumed) => *level.lock().unwrap() = Some(resumed.level),
+                    Event::Step(step) => losses.lock().unwrap().push(step.outcome.loss),
+                    Event::SaveFailed { error, .. } => panic!("{error}"),
+                    _ => {}
+                }
+                Ok(())
+            },
+        };
+        run(&job).unwrap();
+        let level: Option<Level> = level.into_inner().unwrap().flatten();
+        println!(
+            "  until step {until} on {layout:?}: resumed at {level:?}, losses {:?}",
+            losses.lock().unwrap()
+        );
+        assert!(checkpoint.is_none() || level.is_some());
+    }
+}
