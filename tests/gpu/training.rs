@@ -64,7 +64,7 @@ fn layouts_of_eight_ranks_give_the_same_bits(device: &Device) {
         Layout { gtp: 8, nseq: 1, ..single },
         Layout { gtp: 8, nseq: 8, ..single },
         Layout { tp: 2, sp: true, cp: 2, dp: 2, ..single },
-        Layout { tp: 2, gtp: 4, nseq: 2, ..single },
+        Layout { tp: 2, sp: true, gtp: 4, nseq: 2, ..single },
     ] {
         let found = trace_on(device, &config(layout, 3), &tokens, tracing).unwrap();
         let difference = support::difference(&expected, &found);
