@@ -4,7 +4,10 @@
 use crate::Test;
 use mesh::DType;
 use std::cell::RefCell;
-use train::backend::{Backend, Buffers, Device, Dropout, Heads, HiddenSite, Lifetime, Op, Recorder, View};
+use train::backend::{
+    Backend, Buffers, Center, Device, Dropout, Heads, HiddenSite, Lifetime, Op, Recorder, View,
+};
+use train::config::Activation;
 use train::rng;
 
 pub(crate) const TESTS: &[Test] = &[
@@ -14,7 +17,7 @@ pub(crate) const TESTS: &[Test] = &[
     ("operations::products", products),
     ("operations::rotary_positions", rotary_positions),
     ("operations::attention", attention),
-    ("operations::swiglu", swiglu),
+    ("operations::activations", activations),
     ("operations::cross_entropy", cross_entropy),
     ("operations::sums_of_rows", sums_of_rows),
     ("operations::dropout", dropout),
@@ -253,7 +256,8 @@ fn embedding(device: &Device) {
         let acc = case.acc(vocab, h, 0.0);
         let first_row = random.below(4) as i32;
         case.ops = vec![
-            Op::Embed { tokens, table, first_row, out },
+            Op::Embed { tokens, table, first_row, out, accumulate: false },
+            Op::Embed { tokens, table, first_row: first_row + 1, out, accumulate: true },
             Op::EmbedBackward { tokens, d_out, first_row, acc, leaf: 3, bits: BITS },
         ];
     });
@@ -269,6 +273,7 @@ fn norm(device: &Device) {
         let size = (m * h) as f64;
         let sum = if in_place { x } else { case.output(random, m, h, Check::Close { size: 0.0 }) };
         let rstd = case.column(m);
+        let center = random.flag().then(|| Center { mean: case.column(m), beta: case.input(random, 1, h) });
         let [out, again] = [(); 2].map(|()| case.output(random, m, h, Check::Close { size: 0.0 }));
         let d_sum = if accumulate {
             case.input(random, m, h)
@@ -278,9 +283,20 @@ fn norm(device: &Device) {
         let d_gamma = case.acc(1, h, size.sqrt());
         let delta = random.flag().then_some(delta);
         case.ops = vec![
-            Op::AddNorm { x, delta, gamma, eps: 1e-5, sum, rstd, out },
-            Op::NormApply { sum, rstd, gamma, out: again },
-            Op::NormBackward { d_out, sum, rstd, gamma, d_sum, accumulate, d_gamma, leaf, bits: BITS },
+            Op::AddNorm { x, delta, gamma, center, eps: 1e-5, sum, rstd, out },
+            Op::NormApply { sum, rstd, gamma, center, out: again },
+            Op::NormBackward {
+                d_out,
+                sum,
+                mean: center.map(|center| center.mean),
+                rstd,
+                gamma,
+                d_sum,
+                accumulate,
+                d_gamma,
+                leaf,
+                bits: BITS,
+            },
         ];
     });
 }
@@ -297,8 +313,10 @@ fn products(device: &Device) {
         };
         let (out, d_x) = (output(m, n), output(m, k));
         let acc = case.acc(n, k, 0.0);
+        let bias = case.input(random, 1, n);
         case.ops = vec![
-            Op::Linear { x, w, out, accumulate },
+            Op::Linear { x, w, bias: random.flag().then_some(bias), out, accumulate },
+            Op::AddBias { bias, x: out },
             Op::LinearDx { d_out, w, d_x, accumulate },
             Op::LinearDw { d_out, x, acc, leaf, bits: BITS },
         ];
@@ -377,13 +395,15 @@ fn attention(device: &Device) {
     });
 }
 
-fn swiglu(device: &Device) {
-    rounds("swiglu", device, |random, case| {
+fn activations(device: &Device) {
+    rounds("activations", device, |random, case| {
+        let activation = [Activation::Swiglu, Activation::Gelu, Activation::GeluTanh][random.below(3)];
         let (m, f) = (random.within(1, 40), [random.within(1, 300), 128][random.below(2)]);
-        let (gate_up, d_out) = (case.input(random, m, 2 * f), case.input(random, m, f));
+        let (x, d_out) = (case.input(random, m, activation.inputs() * f), case.input(random, m, f));
         let out = case.output(random, m, f, Check::Close { size: 0.0 });
-        let d_gate_up = case.output(random, m, 2 * f, Check::Close { size: 0.0 });
-        case.ops = vec![Op::Glu { gate_up, out }, Op::GluBackward { d_out, gate_up, d_gate_up }];
+        let d_x = case.output(random, m, activation.inputs() * f, Check::Close { size: 0.0 });
+        case.ops =
+            vec![Op::Activate { activation, x, out }, Op::ActivateBackward { activation, d_out, x, d_x }];
     });
 }
 
@@ -410,9 +430,10 @@ fn cross_entropy(device: &Device) {
 fn sums_of_rows(device: &Device) {
     rounds("sums", device, |random, case| {
         let leaf = random.within(1, 70);
-        let m = leaf * random.within(1, 500);
-        let x = case.floats(m, 1, &random.normals(m, 1.0), Check::Bits);
-        let acc = case.acc(1, 1, (m as f64).sqrt());
+        let m = leaf * random.within(1, 100);
+        let n = [1, random.within(1, 300)][random.below(2)];
+        let x = case.input(random, m, n);
+        let acc = case.acc(1, n, ((m * n) as f64).sqrt());
         let (rows, cols) = (random.within(1, 30), random.within(1, 300));
         let more = case.acc(rows, cols, 0.0);
         let out = case.output(random, rows, cols, Check::Bits);

@@ -40,6 +40,24 @@ impl Factor {
     }
 }
 
+/// `Center<T>` of `norm.cu`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Center {
+    pub(super) mean: Mat,
+    pub(super) beta: Mat,
+}
+
+/// `Summand<T>` of `columns.cu`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Summand {
+    pub(super) x: Mat,
+    pub(super) normed: Mat,
+    pub(super) mean: Mat,
+    pub(super) rstd: Mat,
+}
+
 /// `Fixed`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]

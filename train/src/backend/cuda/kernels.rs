@@ -17,7 +17,7 @@ pub struct Source {
 }
 
 /// All files.
-pub const SOURCES: [Source; 8] = [
+pub const SOURCES: [Source; 9] = [
     Source {
         name: "rows",
         text: include_str!("kernels/rows.cu"),
@@ -33,11 +33,12 @@ pub const SOURCES: [Source; 8] = [
             "gather_64",
             "embed_f32",
             "embed_bf16",
+            "add_bias_f32",
+            "add_bias_bf16",
             "embed_backward_fixed_f32",
             "embed_backward_fixed_bf16",
             "embed_backward_float_f32",
             "embed_backward_float_bf16",
-            "sum_rows",
             "dropout_f32",
             "dropout_bf16",
             "fx_take",
@@ -54,23 +55,43 @@ pub const SOURCES: [Source; 8] = [
             "norm_apply_bf16",
             "norm_backward_f32",
             "norm_backward_bf16",
-            "norm_gamma_fixed_f32",
-            "norm_gamma_fixed_bf16",
-            "norm_gamma_float_f32",
-            "norm_gamma_float_bf16",
+        ],
+    },
+    Source {
+        name: "columns",
+        text: include_str!("kernels/columns.cu"),
+        max_registers: 40,
+        kernels: &[
+            "sum_columns_fixed_f32",
+            "sum_columns_fixed_bf16",
+            "sum_columns_float_f32",
+            "sum_columns_float_bf16",
             "add_column_sums",
         ],
     },
     Source {
-        name: "glu",
-        text: include_str!("kernels/glu.cu"),
+        name: "activation",
+        text: include_str!("kernels/activation.cu"),
         max_registers: 40,
-        kernels: &["glu_f32", "glu_bf16", "glu_backward_f32", "glu_backward_bf16"],
+        kernels: &[
+            "swiglu_f32",
+            "swiglu_bf16",
+            "swiglu_backward_f32",
+            "swiglu_backward_bf16",
+            "gelu_f32",
+            "gelu_bf16",
+            "gelu_backward_f32",
+            "gelu_backward_bf16",
+            "gelu_tanh_f32",
+            "gelu_tanh_bf16",
+            "gelu_tanh_backward_f32",
+            "gelu_tanh_backward_bf16",
+        ],
     },
     Source {
         name: "loss",
         text: include_str!("kernels/loss.cu"),
-        max_registers: 48,
+        max_registers: 32,
         kernels: &["ce_max_f32", "ce_max_bf16", "ce_sum_f32", "ce_sum_bf16", "ce_grad_f32", "ce_grad_bf16"],
     },
     Source {

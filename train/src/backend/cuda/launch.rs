@@ -1,8 +1,11 @@
 //! Operations to launches: which kernel, over how many blocks, with which arguments.
 
-use super::arguments::{AdamW, Arguments, Attention, Drop, Factor, Fixed, Gradient, Heads, Mat};
+use super::arguments::{
+    AdamW, Arguments, Attention, Center, Drop, Factor, Fixed, Gradient, Heads, Mat, Summand,
+};
 use super::device::CudaBackend;
 use crate::backend::{self, Dropout, HiddenSite, Op, View};
+use crate::config::Activation;
 use crate::numerics::power_of_two;
 use cudarc::driver::result::DriverError;
 use mesh::DType;
@@ -76,47 +79,53 @@ impl CudaBackend {
                     Arguments::default().and(self.mat(src)).and(self.mat(index)).and(self.mat(dst));
                 self.launch_packs(kernel, dst, elements(src, wide), arguments.and(wide))
             }
-            Op::Embed { tokens, table, first_row, out } => {
+            Op::Embed { tokens, table, first_row, out, accumulate } => {
                 let wide = self.wide([table, out]);
                 let arguments =
                     Arguments::default().and(self.mat(tokens)).and(self.mat(table)).and(first_row);
-                let arguments = arguments.and(self.mat(out)).and(wide);
+                let arguments = arguments.and(self.mat(out)).and(i32::from(accumulate)).and(wide);
                 self.launch_packs(typed!(out.dtype, "embed"), out, elements(out, wide), arguments)
             }
             Op::EmbedBackward { tokens, d_out, first_row, acc, leaf, bits } => {
                 self.embed_backward(tokens, d_out, first_row, acc, Sum::Fixed { leaf, bits })
             }
-            Op::AddNorm { x, delta, gamma, eps, sum, rstd, out } => {
-                let wide = self.wide([x, delta.unwrap_or(x), gamma, sum, out]);
+            Op::AddNorm { x, delta, gamma, center, eps, sum, rstd, out } => {
+                let beta = center.map_or(gamma, |center| center.beta);
+                let wide = self.wide([x, delta.unwrap_or(x), gamma, beta, sum, out]);
                 let delta = delta.map_or(Mat::NONE, |delta| self.mat(delta));
-                let arguments =
-                    Arguments::default().and(self.mat(x)).and(delta).and(self.mat(gamma)).and(eps);
+                let arguments = Arguments::default().and(self.mat(x)).and(delta).and(self.mat(gamma));
+                let arguments = arguments.and(self.center(center)).and(eps);
                 let arguments = arguments.and(self.mat(sum)).and(self.mat(rstd)).and(self.mat(out)).and(wide);
                 self.launch_rows(typed!(x.dtype, "add_norm"), x.rows, arguments)
             }
-            Op::NormApply { sum, rstd, gamma, out } => {
-                let wide = self.wide([sum, gamma, out]);
+            Op::NormApply { sum, rstd, gamma, center, out } => {
+                let beta = center.map_or(gamma, |center| center.beta);
+                let wide = self.wide([sum, gamma, beta, out]);
                 let arguments =
                     Arguments::default().and(self.mat(sum)).and(self.mat(rstd)).and(self.mat(gamma));
-                let arguments = arguments.and(self.mat(out)).and(wide);
+                let arguments = arguments.and(self.center(center)).and(self.mat(out)).and(wide);
                 self.launch_rows(typed!(sum.dtype, "norm_apply"), sum.rows, arguments)
             }
-            Op::NormBackward { d_out, sum, rstd, gamma, d_sum, accumulate, d_gamma, leaf, bits } => {
+            Op::NormBackward { d_out, sum, mean, rstd, gamma, d_sum, accumulate, d_gamma, leaf, bits } => {
                 let wide = self.wide([d_out, sum, gamma, d_sum]);
-                let arguments =
-                    Arguments::default().and(self.mat(d_out)).and(self.mat(sum)).and(self.mat(rstd));
+                let mean = mean.map_or(Mat::NONE, |mean| self.mat(mean));
+                let (d_out, normed, rstd) = (self.mat(d_out), self.mat(sum), self.mat(rstd));
+                let arguments = Arguments::default().and(d_out).and(normed).and(mean).and(rstd);
                 let arguments = arguments.and(self.mat(gamma)).and(self.mat(d_sum));
                 let arguments = arguments.and(i32::from(accumulate)).and(wide);
                 self.launch_rows(typed!(sum.dtype, "norm_backward"), sum.rows, arguments)?;
-                self.norm_gamma(d_out, sum, rstd, d_gamma, Sum::Fixed { leaf, bits })
+                let summand = Summand { x: d_out, normed, mean, rstd };
+                self.sum_columns((sum.dtype, summand), d_gamma, Sum::Fixed { leaf, bits })
             }
-            Op::Linear { x, w, out, accumulate } => {
-                let (x, w) = (Factor::rows(self.mat(x)), Factor::rows(self.mat(w)));
-                self.gemm((out.dtype, x), w, w_depth(op), out, accumulate)
+            Op::Linear { x, w, bias, out, accumulate } => {
+                let factors = (Factor::rows(self.mat(x)), Factor::rows(self.mat(w)));
+                self.gemm(x.dtype, factors, x.cols, out, accumulate)?;
+                bias.map_or(Ok(()), |bias| self.add_bias(bias, out))
             }
+            Op::AddBias { bias, x } => self.add_bias(bias, x),
             Op::LinearDx { d_out, w, d_x, accumulate } => {
-                let (d_out, w) = (Factor::rows(self.mat(d_out)), Factor::cols(self.mat(w)));
-                self.gemm((d_x.dtype, d_out), w, w_depth(op), d_x, accumulate)
+                let factors = (Factor::rows(self.mat(d_out)), Factor::cols(self.mat(w)));
+                self.gemm(d_out.dtype, factors, d_out.cols, d_x, accumulate)
             }
             Op::LinearDw { d_out, x, acc, leaf, bits } => {
                 self.weight_gradient(d_out, x, acc, Sum::Fixed { leaf, bits })
@@ -196,20 +205,29 @@ impl CudaBackend {
                 let sum = Sum::Fixed { leaf: tile, bits };
                 self.attention_backward(operands, (out, lse), d_out, (d_qkv, d_kv), sum)
             }
-            Op::Glu { gate_up, out } => {
-                let wide = self.wide([gate_up, out]);
-                let arguments = Arguments::default().and(self.mat(gate_up)).and(self.mat(out)).and(wide);
-                self.launch_packs(typed!(out.dtype, "glu"), out, elements(out, wide), arguments)
+            Op::Activate { activation, x, out } => {
+                let kernel = match activation {
+                    Activation::Swiglu => typed!(out.dtype, "swiglu"),
+                    Activation::Gelu => typed!(out.dtype, "gelu"),
+                    Activation::GeluTanh => typed!(out.dtype, "gelu_tanh"),
+                };
+                let wide = self.wide([x, out]);
+                let arguments = Arguments::default().and(self.mat(x)).and(self.mat(out)).and(wide);
+                self.launch_packs(kernel, out, elements(out, wide), arguments)
             }
-            Op::GluBackward { d_out, gate_up, d_gate_up } => {
-                let wide = self.wide([d_out, gate_up, d_gate_up]);
-                let arguments = Arguments::default().and(self.mat(d_out)).and(self.mat(gate_up));
-                let arguments = arguments.and(self.mat(d_gate_up)).and(wide);
+            Op::ActivateBackward { activation, d_out, x, d_x } => {
+                let kernel = match activation {
+                    Activation::Swiglu => typed!(d_out.dtype, "swiglu_backward"),
+                    Activation::Gelu => typed!(d_out.dtype, "gelu_backward"),
+                    Activation::GeluTanh => typed!(d_out.dtype, "gelu_tanh_backward"),
+                };
+                let wide = self.wide([d_out, x, d_x]);
+                let arguments = Arguments::default().and(self.mat(d_out)).and(self.mat(x));
                 self.launch_packs(
-                    typed!(d_out.dtype, "glu_backward"),
+                    kernel,
                     d_out,
                     elements(d_out, wide),
-                    arguments,
+                    arguments.and(self.mat(d_x)).and(wide),
                 )
             }
             Op::CeMax { logits, valid, max } => {
@@ -238,9 +256,8 @@ impl CudaBackend {
                 self.launch_rows(typed!(logits.dtype, "ce_grad"), logits.rows, arguments)
             }
             Op::SumRows { x, acc, leaf, bits } => {
-                let arguments = Arguments::default().and(self.mat(x)).and(self.mat(acc)).and(leaf as i64);
-                let arguments = arguments.and(self.fixed(bits, 1));
-                self.launch_elements("sum_rows", (1, x.rows / leaf), 1, arguments)
+                let summand = Summand { x: self.mat(x), normed: Mat::NONE, mean: Mat::NONE, rstd: Mat::NONE };
+                self.sum_columns((x.dtype, summand), acc, Sum::Fixed { leaf, bits })
             }
             Op::Dropout { x, samples, positions, dropout, site } => {
                 let arguments = Arguments::default().and(self.mat(x)).and(self.mat(samples));
@@ -377,32 +394,45 @@ impl CudaBackend {
         }
     }
 
-    fn norm_gamma(
+    fn center(&self, center: Option<backend::Center>) -> Center {
+        center.map_or(Center { mean: Mat::NONE, beta: Mat::NONE }, |backend::Center { mean, beta }| Center {
+            mean: self.mat(mean),
+            beta: self.mat(beta),
+        })
+    }
+
+    fn add_bias(&self, bias: View, x: View) -> Result<(), DriverError> {
+        let wide = self.wide([bias, x]);
+        let arguments = Arguments::default().and(self.mat(bias)).and(self.mat(x)).and(wide);
+        self.launch_packs(typed!(x.dtype, "add_bias"), x, elements(x, wide), arguments)
+    }
+
+    /// `acc += Σ summand` over rows; accumulators of one row.
+    fn sum_columns(
         &mut self,
-        d_out: View,
-        x: View,
-        rstd: View,
-        d_gamma: View,
+        (dtype, summand): (DType, Summand),
+        acc: View,
         sum: Sum,
     ) -> Result<(), DriverError> {
-        let operands = |be: &Self| Arguments::default().and(be.mat(d_out)).and(be.mat(x)).and(be.mat(rstd));
-        let blocks = (x.cols as u64).div_ceil(128);
+        let rows = summand.x.rows as usize;
+        let blocks = (acc.cols as u64).div_ceil(128);
         // Enough parts to fill the GPU.
-        let parts = u64::from(8 * self.gpu.num_multiprocessors()).div_ceil(blocks);
+        let parts = u64::from(8 * self.gpu.num_multiprocessors()).div_ceil(blocks.max(1));
         match sum {
             Sum::Fixed { leaf, bits } => {
-                let parts = parts.min((x.rows / leaf) as u64);
-                let arguments =
-                    operands(self).and(self.mat(d_gamma)).and(leaf as i64).and(self.fixed(bits, 1));
-                self.launch(typed!(x.dtype, "norm_gamma_fixed"), (blocks, parts), 128, 0, arguments)
+                let parts = parts.min((rows / leaf) as u64);
+                let arguments = Arguments::default().and(summand).and(self.mat(acc)).and(leaf as i64);
+                let arguments = arguments.and(self.fixed(bits, 1));
+                self.launch(typed!(dtype, "sum_columns_fixed"), (blocks, parts), 128, 0, arguments)
             }
             Sum::Float => {
-                let rows_per_part = x.rows.div_ceil(parts as usize);
-                let parts = x.rows.div_ceil(rows_per_part);
-                let partial = self.scratch(parts, x.cols)?;
-                let arguments = operands(self).and(partial).and(rows_per_part as i64);
-                self.launch(typed!(x.dtype, "norm_gamma_float"), (blocks, parts as u64), 128, 0, arguments)?;
-                let arguments = Arguments::default().and(partial).and(self.mat(d_gamma));
+                let rows_per_part = rows.div_ceil(parts as usize).max(1);
+                let parts = rows.div_ceil(rows_per_part);
+                let partial = self.scratch(parts, acc.cols)?;
+                let arguments = Arguments::default().and(summand).and(partial).and(rows_per_part as i64);
+                let kernel = typed!(dtype, "sum_columns_float");
+                self.launch(kernel, (blocks, parts as u64), 128, 0, arguments)?;
+                let arguments = Arguments::default().and(partial).and(self.mat(acc));
                 self.launch("add_column_sums", (blocks, 1), 128, 0, arguments)
             }
         }
@@ -411,8 +441,8 @@ impl CudaBackend {
     /// `out[m][n] (+)= Σ a(m, k) · b(n, k)` over `depth`, for factors of type `dtype`.
     fn gemm(
         &self,
-        (dtype, a): (DType, Factor),
-        b: Factor,
+        dtype: DType,
+        (a, b): (Factor, Factor),
         depth: usize,
         out: View,
         accumulate: bool,
@@ -436,7 +466,7 @@ impl CudaBackend {
                 let arguments = arguments.and(leaf as i64).and(self.fixed(bits, 1));
                 self.launch(typed!(x.dtype, "gemm_fixed"), gemm_grid(acc), 256, 0, arguments)
             }
-            Sum::Float => self.gemm((x.dtype, a), b, x.rows, acc, true),
+            Sum::Float => self.gemm(x.dtype, (a, b), x.rows, acc, true),
         }
     }
 
@@ -528,15 +558,6 @@ fn is_wide(len: usize, dtype: DType) -> bool {
 /// Elements that a thread has.
 fn elements(view: View, wide: i32) -> usize {
     if wide == 1 { 16 / view.dtype.size_bytes() } else { 1 }
-}
-
-/// Length of the sums of a product.
-fn w_depth(op: Op) -> usize {
-    match op {
-        Op::Linear { x, .. } => x.cols,
-        Op::LinearDx { d_out, .. } => d_out.cols,
-        _ => panic!("{} is no product of rows", op.name()),
-    }
 }
 
 fn gemm_grid(out: View) -> (u64, u64) {

@@ -67,24 +67,48 @@ extern "C" __global__ void gather_64(Mat<long long> src, Mat<int> index, Mat<lon
 }
 
 template <typename T, int N>
-__device__ void embed(Mat<int> tokens, Mat<T> table, int first_row, Mat<T> out) {
+__device__ void embed(Mat<int> tokens, Mat<T> table, int first_row, Mat<T> out, int accumulate) {
     for_each_pack<N>(out.rows, out.cols, [&](long long row, long long col) {
         long long from = (long long)*tokens.row(row) - first_row;
-        Pack<T, N> pack = {};
-        if (from >= 0 && from < table.rows) {
-            pack = load<N>(table.row(from) + col);
-            // Adding +0 turns -0 into +0, as the sum over vocabulary shards does.
-            for (int i = 0; i < N; i++) pack.at[i] = narrow<T>(widen(pack.at[i]) + 0.0f);
-        }
+        bool is_here = from >= 0 && from < table.rows;
+        if (accumulate && !is_here) return;
+        Pack<T, N> pack = {}, to = {};
+        if (is_here) pack = load<N>(table.row(from) + col);
+        if (accumulate) to = load<N>(out.row(row) + col);
+        // Adding +0 turns -0 into +0, as the sum over vocabulary shards does.
+        for (int i = 0; i < N; i++) pack.at[i] = narrow<T>(widen(to.at[i]) + widen(pack.at[i]));
         store(out.row(row) + col, pack);
     });
 }
 
-extern "C" __global__ void embed_f32(Mat<int> tokens, Mat<float> table, int first_row, Mat<float> out, int wide) {
-    wide ? embed<float, 4>(tokens, table, first_row, out) : embed<float, 1>(tokens, table, first_row, out);
+/// out[t] (+)= table[tokens[t] - first_row], or nothing.
+extern "C" __global__ void embed_f32(
+    Mat<int> tokens, Mat<float> table, int first_row, Mat<float> out, int accumulate, int wide) {
+    wide ? embed<float, 4>(tokens, table, first_row, out, accumulate)
+         : embed<float, 1>(tokens, table, first_row, out, accumulate);
 }
-extern "C" __global__ void embed_bf16(Mat<int> tokens, Mat<bf16> table, int first_row, Mat<bf16> out, int wide) {
-    wide ? embed<bf16, 8>(tokens, table, first_row, out) : embed<bf16, 1>(tokens, table, first_row, out);
+extern "C" __global__ void embed_bf16(
+    Mat<int> tokens, Mat<bf16> table, int first_row, Mat<bf16> out, int accumulate, int wide) {
+    wide ? embed<bf16, 8>(tokens, table, first_row, out, accumulate)
+         : embed<bf16, 1>(tokens, table, first_row, out, accumulate);
+}
+
+template <typename T, int N>
+__device__ void add_bias(Mat<T> bias, Mat<T> x) {
+    for_each_pack<N>(x.rows, x.cols, [&](long long row, long long col) {
+        auto more = load<N>(bias.data + col);
+        auto to = load<N>(x.row(row) + col);
+        for (int i = 0; i < N; i++) to.at[i] = narrow<T>(widen(to.at[i]) + widen(more.at[i]));
+        store(x.row(row) + col, to);
+    });
+}
+
+/// x[t] += bias.
+extern "C" __global__ void add_bias_f32(Mat<float> bias, Mat<float> x, int wide) {
+    wide ? add_bias<float, 4>(bias, x) : add_bias<float, 1>(bias, x);
+}
+extern "C" __global__ void add_bias_bf16(Mat<bf16> bias, Mat<bf16> x, int wide) {
+    wide ? add_bias<bf16, 8>(bias, x) : add_bias<bf16, 1>(bias, x);
 }
 
 /// acc[tokens[t] - first_row] += d_out[t], token by token.
@@ -143,18 +167,6 @@ extern "C" __global__ void embed_backward_float_f32(Mat<int> tokens, Mat<float> 
 }
 extern "C" __global__ void embed_backward_float_bf16(Mat<int> tokens, Mat<bf16> d_out, int first_row, Mat<float> acc) {
     embed_backward_float(tokens, d_out, first_row, acc);
-}
-
-/// acc += sum of x, leaf by leaf, one leaf a thread.
-extern "C" __global__ void sum_rows(Mat<float> x, Mat<long long> acc, long long leaf, Fixed fixed) {
-    unsigned largest = 0;
-    long long first = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * leaf;
-    if (first < x.rows) {
-        float sum = 0.0f;
-        for (long long row = first; row < first + leaf; row++) sum += *x.row(row);
-        add_fixed(acc.data, fixed.of(sum, largest));
-    }
-    fixed.note(largest);
 }
 
 /// In place; a thread has the four elements of one block of random words.
