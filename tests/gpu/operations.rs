@@ -5,9 +5,9 @@ use crate::Test;
 use mesh::DType;
 use std::cell::RefCell;
 use train::backend::{
-    Backend, Buffers, Center, Device, Dropout, Heads, HiddenSite, Lifetime, Op, Recorder, View,
+    Accumulate, Backend, Buffers, Center, Device, Dropout, Heads, HiddenSite, Lifetime, Op, Recorder, View,
 };
-use train::config::Activation;
+use train::config::{Activation, Canonical, Numerics};
 use train::rng;
 
 pub(crate) const TESTS: &[Test] = &[
@@ -27,20 +27,18 @@ pub(crate) const TESTS: &[Test] = &[
 
 /// Fraction bits of accumulators.
 const BITS: u32 = 36;
-/// Rounds of random shapes.
-const ROUNDS: u32 = 12;
+/// Rounds of random shapes, for each compute type and kind of accumulators.
+const ROUNDS: u32 = 8;
 
 /// How a buffer of both devices is compared.
 #[derive(Clone, Copy, Debug)]
 enum Check {
     Bits,
-    /// ‖a − b‖ ≤ 1e-5 · (‖b‖ + size): hundreds of f32 roundings, added as random walks, stay below. The size is that of the
-    /// terms whose difference the result is.
+    /// ‖a − b‖ ≤ ε · (‖b‖ + size): the size is that of the terms whose difference the result is. In f32 ε is 1e-5: hundreds of
+    /// roundings, added as random walks, stay below. In a program of bf16 it is 1e-2, two and a half units in the last place:
+    /// sums in another order round to other neighbours, and what follows is computed from these. I64 has [`BITS`] fraction
+    /// bits.
     Close {
-        size: f64,
-    },
-    /// The same for I64 with [`BITS`] fraction bits.
-    Fixed {
         size: f64,
     },
 }
@@ -52,8 +50,10 @@ struct Buffer {
 }
 
 /// A program on buffers with contents.
-#[derive(Default)]
 struct Case {
+    /// F32 or BF16.
+    compute: DType,
+    add: fn(usize) -> Accumulate,
     buffers: Buffers,
     contents: Vec<Buffer>,
     ops: Vec<Op>,
@@ -97,7 +97,16 @@ impl Random {
     }
 }
 
+/// Fixed point, by leaves.
+fn fixed(leaf: usize) -> Accumulate {
+    Accumulate::Fixed { leaf, bits: BITS }
+}
+
 impl Case {
+    fn new(compute: DType, add: fn(usize) -> Accumulate) -> Self {
+        Case { compute, add, buffers: Buffers::default(), contents: Vec::new(), ops: Vec::new() }
+    }
+
     fn declare(&mut self, dtype: DType, rows: usize, cols: usize, bytes: Vec<u8>, check: Check) -> View {
         let name = format!("buffer {}", self.contents.len());
         let view = self.buffers.declare(name, Lifetime::Persistent, dtype, rows, cols);
@@ -110,12 +119,21 @@ impl Case {
         self.declare(DType::F32, rows, cols, bytemuck::cast_slice(values).to_vec(), check)
     }
 
+    /// Of the compute type.
+    fn reals(&mut self, rows: usize, cols: usize, values: &[f32], check: Check) -> View {
+        if self.compute == DType::F32 {
+            return self.floats(rows, cols, values, check);
+        }
+        let bytes = values.iter().flat_map(|x| half::bf16::from_f32(*x).to_le_bytes()).collect();
+        self.declare(DType::Bf16, rows, cols, bytes, check)
+    }
+
     /// Normal numbers of deviation 1, in a buffer that may be wider: views have strides.
     fn input(&mut self, random: &Random, rows: usize, cols: usize) -> View {
         let extra = if random.flag() { random.within(1, 9) } else { 0 };
         let values = random.normals(rows * (cols + extra), 1.0);
         let at = random.within(0, extra);
-        self.floats(rows, cols + extra, &values, Check::Close { size: 0.0 }).col_range(at, at + cols)
+        self.reals(rows, cols + extra, &values, Check::Close { size: 0.0 }).col_range(at, at + cols)
     }
 
     /// An output of poison.
@@ -141,13 +159,23 @@ impl Case {
 
     /// Accumulators that already hold something.
     fn acc(&mut self, rows: usize, cols: usize, size: f64) -> View {
-        let values: Vec<i64> = (0..rows * cols).map(|at| (at as i64 - 3) << 30).collect();
-        self.declare(DType::I64, rows, cols, bytemuck::cast_slice(&values).to_vec(), Check::Fixed { size })
+        let values = (0..rows * cols).map(|at| at as i64 - 3);
+        let check = Check::Close { size };
+        match (self.add)(1) {
+            Accumulate::Fixed { .. } => {
+                let values: Vec<i64> = values.map(|value| value << 30).collect();
+                self.declare(DType::I64, rows, cols, bytemuck::cast_slice(&values).to_vec(), check)
+            }
+            Accumulate::Float => {
+                let values: Vec<f32> = values.map(|value| value as f32 / 64.0).collect();
+                self.floats(rows, cols, &values, check)
+            }
+        }
     }
 
     /// What all buffers hold after the program, and the peak.
     fn run_on(&self, device: &Device) -> (Vec<Vec<u8>>, f32) {
-        let mut backend = device.backend(Recorder::new(&self.buffers).plan()).unwrap();
+        let mut backend = device.backend(Recorder::new(&self.buffers).plan(), &self.numerics()).unwrap();
         let backend: &mut dyn Backend = backend.as_mut();
         for Buffer { view, bytes, .. } in &self.contents {
             backend.upload(*view, bytes).unwrap();
@@ -168,59 +196,81 @@ impl Case {
         let (expected, expected_peak) = self.run_on(&Device::Cpu);
         let (found, peak) = self.run_on(device);
         for ((buffer, expected), found) in self.contents.iter().zip(&expected).zip(&found) {
-            if let Some(fault) = difference(buffer.check, expected, found) {
+            if let Some(fault) = self.difference(buffer, expected, found) {
                 panic!("{:?} of {:?}: {fault}", buffer.view, self.ops);
             }
         }
         // Peaks are those of sums whose last bits may differ.
-        let same = peak == expected_peak || (peak / expected_peak - 1.0).abs() < 1e-4;
+        let same =
+            peak == expected_peak || f64::from((peak / expected_peak - 1.0).abs()) < 4.0 * self.epsilon();
         assert!(same, "a peak of {peak} instead of {expected_peak}: {:?}", self.ops);
+    }
+
+    fn numerics(&self) -> Numerics {
+        match (self.add)(1) {
+            Accumulate::Fixed { .. } => Numerics::Canonical(Canonical {
+                leaf_tokens: 1,
+                tp_leaves: 1,
+                grad_bits: BITS,
+                kv_bits: BITS,
+            }),
+            Accumulate::Float => Numerics::Fast,
+        }
+    }
+
+    fn epsilon(&self) -> f64 {
+        if self.compute == DType::F32 { 1e-5 } else { 1e-2 }
+    }
+
+    fn difference(&self, buffer: &Buffer, expected: &[u8], found: &[u8]) -> Option<String> {
+        let Check::Close { size } = buffer.check else {
+            return (expected != found).then(|| "other bits".to_owned());
+        };
+        let numbers = |bytes| numbers(buffer.view.dtype, bytes);
+        let (mut error, mut norm) = (0.0, 0.0);
+        for (at, (expected, found)) in numbers(expected).into_iter().zip(numbers(found)).enumerate() {
+            if expected.is_nan() != found.is_nan() {
+                return Some(format!("element {at} is {found} instead of {expected}"));
+            }
+            if expected != found && !expected.is_nan() {
+                error += (expected - found) * (expected - found);
+            }
+            if expected.is_finite() {
+                norm += expected * expected;
+            }
+        }
+        let (error, bound) = (error.sqrt(), self.epsilon() * (norm.sqrt() + size));
+        (error.is_nan() || error > bound).then(|| format!("off by {error}, {bound} is allowed"))
     }
 }
 
-fn difference(check: Check, expected: &[u8], found: &[u8]) -> Option<String> {
-    let values = |bytes: &[u8]| -> Vec<f64> {
-        match check {
-            Check::Fixed { .. } => {
-                let (values, _) = bytes.as_chunks();
-                values
-                    .iter()
-                    .map(|value| i64::from_le_bytes(*value) as f64 / f64::from(BITS).exp2())
-                    .collect()
-            }
-            _ => {
-                let (values, _) = bytes.as_chunks();
-                values.iter().map(|value| f64::from(f32::from_le_bytes(*value))).collect()
-            }
+/// Elements as numbers.
+fn numbers(dtype: DType, bytes: &[u8]) -> Vec<f64> {
+    match dtype {
+        DType::Bf16 => {
+            let (values, _) = bytes.as_chunks();
+            values.iter().map(|value| half::bf16::from_le_bytes(*value).to_f64()).collect()
         }
-    };
-    let size = match check {
-        Check::Bits => return (expected != found).then(|| "other bits".to_owned()),
-        Check::Close { size } | Check::Fixed { size } => size,
-    };
-    let (expected, found) = (values(expected), values(found));
-    let mut error = 0.0;
-    let mut norm = 0.0;
-    for (at, (expected, found)) in expected.iter().zip(&found).enumerate() {
-        if expected.is_nan() != found.is_nan() {
-            return Some(format!("element {at} is {found} instead of {expected}"));
+        DType::I64 => {
+            let (values, _) = bytes.as_chunks();
+            values.iter().map(|value| i64::from_le_bytes(*value) as f64 / f64::from(BITS).exp2()).collect()
         }
-        if *expected != *found && !expected.is_nan() {
-            error += (expected - found) * (expected - found);
-        }
-        if expected.is_finite() {
-            norm += expected * expected;
+        _ => {
+            let (values, _) = bytes.as_chunks();
+            values.iter().map(|value| f64::from(f32::from_le_bytes(*value))).collect()
         }
     }
-    let (error, bound) = (error.sqrt(), 1e-5 * (norm.sqrt() + size));
-    (error.is_nan() || error > bound).then(|| format!("off by {error}, {bound} is allowed"))
 }
 
 fn rounds(name: &str, device: &Device, build: impl Fn(&Random, &mut Case)) {
-    for round in 0..ROUNDS {
-        let (random, mut case) = (Random::new(name, round), Case::default());
-        build(&random, &mut case);
-        case.compare(device);
+    for compute in [DType::F32, DType::Bf16] {
+        for add in [fixed as fn(usize) -> Accumulate, |_| Accumulate::Float] {
+            for round in 0..ROUNDS {
+                let (random, mut case) = (Random::new(name, round), Case::new(compute, add));
+                build(&random, &mut case);
+                case.compare(device);
+            }
+        }
     }
 }
 
@@ -257,7 +307,7 @@ fn embedding(device: &Device) {
         case.ops = vec![
             Op::Embed { tokens, table, first_row, out, accumulate: false },
             Op::Embed { tokens, table, first_row: first_row + 1, out, accumulate: true },
-            Op::EmbedBackward { tokens, d_out, first_row, acc, leaf: 3, bits: BITS },
+            Op::EmbedBackward { tokens, d_out, first_row, acc, add: (case.add)(3) },
         ];
     });
 }
@@ -293,8 +343,7 @@ fn norm(device: &Device) {
                 d_sum,
                 accumulate,
                 d_gamma,
-                leaf,
-                bits: BITS,
+                add: (case.add)(leaf),
             },
         ];
     });
@@ -317,7 +366,7 @@ fn products(device: &Device) {
             Op::Linear { x, w, bias: random.flag().then_some(bias), out, accumulate },
             Op::AddBias { bias, x: out },
             Op::LinearDx { d_out, w, d_x, accumulate },
-            Op::LinearDw { d_out, x, acc, leaf, bits: BITS },
+            Op::LinearDw { d_out, x, acc, add: (case.add)(leaf) },
         ];
     });
 }
@@ -336,9 +385,11 @@ fn rotary_positions(device: &Device) {
         let qkv = case.input(random, m, heads.qkv_cols());
         let positions: Vec<i32> = (0..m).map(|_| random.below(32) as i32).collect();
         let positions = case.i32s(&positions);
-        let table = case.input(random, 32, heads.head_dim);
+        let table = random.normals(32 * heads.head_dim, 1.0);
+        let table = case.floats(32, heads.head_dim, &table, Check::Bits);
         let kv = case.output(random, m, heads.kv_cols(), Check::Close { size: 0.0 });
-        let d_kv = case.input(random, m, heads.kv_cols());
+        let d_kv = random.normals(m * heads.kv_cols(), 1.0);
+        let d_kv = case.floats(m, heads.kv_cols(), &d_kv, Check::Bits);
         case.ops = vec![
             Op::Rope { qkv, positions, table, heads, inverse },
             Op::PackKv { qkv, kv, heads },
@@ -364,7 +415,8 @@ fn attention(device: &Device) {
         let d_out = case.input(random, m, heads.out_cols());
         let (positions, samples) = (case.i32s(&positions), case.i64s(&samples));
         let out = case.output(random, m, heads.out_cols(), Check::Close { size: 0.0 });
-        let lse = case.output(random, m, heads.num_queries(), Check::Close { size: 0.0 });
+        let lse = vec![f32::NAN; m * heads.num_queries()];
+        let lse = case.floats(m, heads.num_queries(), &lse, Check::Close { size: 0.0 });
         // Gradients of scores are differences of terms about as large as d_out.
         let size = ((m * heads.out_cols()) as f64).sqrt();
         let d_qkv = case.output(random, m, heads.qkv_cols(), Check::Close { size });
@@ -372,7 +424,19 @@ fn attention(device: &Device) {
         let dropout = random.flag().then_some(Dropout { p: 0.3, seed: 77, layer: 7 });
         let first_head = random.below(9) as u32;
         case.ops = vec![
-            Op::Attention { qkv, kv, positions, samples, out, lse, heads, batch, leaf, dropout, first_head },
+            Op::Attention {
+                qkv,
+                kv,
+                positions,
+                samples,
+                out,
+                lse,
+                heads,
+                batch,
+                tile: leaf,
+                dropout,
+                first_head,
+            },
             Op::AttentionBackward {
                 qkv,
                 kv,
@@ -385,8 +449,8 @@ fn attention(device: &Device) {
                 d_kv,
                 heads,
                 batch,
-                leaf,
-                bits: BITS,
+                tile: leaf,
+                add: (case.add)(leaf),
                 dropout,
                 first_head,
             },
@@ -411,7 +475,7 @@ fn cross_entropy(device: &Device) {
         let (m, block, blocks) = (random.within(1, 20), random.within(1, 300), random.within(1, 9));
         let cols = block * blocks;
         let valid = cols - random.below(cols.min(block + 1));
-        let logits = case.floats(m, cols, &random.normals(m * cols, 5.0), Check::Close { size: 0.0 });
+        let logits = case.reals(m, cols, &random.normals(m * cols, 5.0), Check::Close { size: 0.0 });
         let first_col = random.below(3) as i32;
         let target: Vec<i32> = (0..m).map(|_| random.below(valid + 3) as i32).collect();
         let target = case.i32s(&target);
@@ -434,9 +498,18 @@ fn sums_of_rows(device: &Device) {
         let x = case.input(random, m, n);
         let acc = case.acc(1, n, ((m * n) as f64).sqrt());
         let (rows, cols) = (random.within(1, 30), random.within(1, 300));
-        let more = case.acc(rows, cols, 0.0);
-        let out = case.output(random, rows, cols, Check::Bits);
-        case.ops = vec![Op::SumRows { x, acc, leaf, bits: BITS }, Op::FxTake { acc: more, bits: BITS, out }];
+        let more: Vec<i64> = (0..(rows * cols) as i64).map(|at| (at - 9) << (at % 40)).collect();
+        let more = case.i64s(&more).reshaped(rows, cols);
+        let [out, again] =
+            [(); 2].map(|()| case.floats(rows, cols, &vec![f32::NAN; rows * cols], Check::Bits));
+        let wide = case.floats(rows, cols, &random.normals(rows * cols, 1.0), Check::Bits);
+        let narrow = case.reals(rows, cols, &vec![f32::NAN; rows * cols], Check::Bits);
+        case.ops = vec![
+            Op::SumRows { x, acc, add: (case.add)(leaf) },
+            Op::FxTake { acc: more, bits: BITS, out },
+            Op::Cast { src: wide, dst: narrow },
+            Op::Cast { src: narrow, dst: again },
+        ];
     });
 }
 
@@ -445,7 +518,7 @@ fn dropout(device: &Device) {
     rounds("dropout", device, |random, case| {
         let (m, cols) = (random.within(1, 40), random.within(1, 300));
         let values = random.normals(m * cols, 1.0);
-        let x = case.floats(m, cols, &values, Check::Bits);
+        let x = case.reals(m, cols, &values, Check::Bits);
         let samples: Vec<i64> = (0..m as i64).map(|row| (1 << 46) + row / 2).collect();
         let positions: Vec<i32> = (0..m).map(|_| random.below(1000) as i32).collect();
         let (samples, positions) = (case.i64s(&samples), case.i32s(&positions));
@@ -495,11 +568,11 @@ fn optimizer(device: &Device) {
 /// A value out of range, or none, is told by the peak.
 fn out_of_range(device: &Device) {
     for bad in [2f32.powi(30), f32::INFINITY, f32::NAN] {
-        let mut case = Case::default();
+        let mut case = Case::new(DType::F32, fixed);
         let x = case.floats(4, 1, &[0.5, bad, 1.0, 2.0], Check::Bits);
-        let acc = case.declare(DType::I64, 1, 1, vec![0; 8], Check::Fixed { size: f64::INFINITY });
+        let acc = case.declare(DType::I64, 1, 1, vec![0; 8], Check::Close { size: f64::INFINITY });
         let limbs = case.declare(DType::I64, 1, 6, vec![0; 48], Check::Bits);
-        case.ops = vec![Op::SumRows { x, acc, leaf: 1, bits: BITS }];
+        case.ops = vec![Op::SumRows { x, acc, add: fixed(1) }];
         case.compare(device);
         case.ops = vec![Op::SquareNorm { x, limbs }];
         case.compare(device);

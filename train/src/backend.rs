@@ -16,6 +16,7 @@ pub use op::{Accumulate, Center, Dropout, Heads, HiddenSite, Op};
 pub use plan::{Buffers, Lifetime, MemoryPlan, Recorder, Slot};
 pub use view::{BufId, View};
 
+use crate::config::Numerics;
 use cpu::CpuBackend;
 use cuda::Gpu;
 use std::sync::Arc;
@@ -31,14 +32,15 @@ pub enum Device {
 }
 
 impl Device {
-    /// A rank's memory, with the buffers of `plan`.
+    /// A rank's memory, with the buffers of `plan`. Under canonical numerics nothing is used whose bits depend on how work is
+    /// cut.
     ///
     /// # Errors
     /// What the device says, above all that its memory is too small.
-    pub fn backend(&self, plan: MemoryPlan) -> Result<Box<dyn Backend>, BackendError> {
+    pub fn backend(&self, plan: MemoryPlan, numerics: &Numerics) -> Result<Box<dyn Backend>, BackendError> {
         Ok(match self {
             Device::Cpu => Box::new(CpuBackend::new(plan)),
-            Device::Cuda(gpu) => Box::new(gpu.backend(plan)?),
+            Device::Cuda(gpu) => Box::new(gpu.backend(plan, numerics)?),
         })
     }
 }

@@ -12,6 +12,7 @@ mod gpu;
 pub mod kernels;
 mod launch;
 pub mod loader;
+mod matmul;
 mod memory;
 pub mod nvrtc;
 

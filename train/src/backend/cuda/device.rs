@@ -2,9 +2,12 @@
 
 use super::arguments::{Arguments, Mat};
 use super::gpu::Gpu;
-use super::loader::reason;
+use super::loader::{Present, reason};
+use super::matmul::Products;
 use super::memory::{DeviceMemory, Staging, arenas};
 use crate::backend::{Backend, BackendError, MemoryPlan, Op, View};
+use crate::config::Numerics;
+use cudarc::cublaslt::result::CublasError;
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUdeviceptr, CUmemorytype, CUstream};
 use mesh::DType;
@@ -23,15 +26,20 @@ pub struct CudaBackend {
     pub(super) peak: DeviceMemory,
     /// For partial sums inside one operation; grows to the largest request.
     scratch: DeviceMemory,
+    /// Products of bf16, where cuBLASLt is there and its bits may depend on the shape.
+    pub(super) products: Option<Products>,
 }
 
 impl CudaBackend {
-    pub(super) fn new(gpu: Arc<Gpu>, plan: MemoryPlan) -> Result<Self, BackendError> {
+    pub(super) fn new(gpu: Arc<Gpu>, plan: MemoryPlan, numerics: &Numerics) -> Result<Self, BackendError> {
         for slot in plan.slots() {
             let known = [DType::F32, DType::Bf16, DType::I64, DType::I32].contains(&slot.dtype);
             assert!(known, "`{}`: the GPU has no buffers of {}", slot.name, slot.dtype);
         }
         let bytes = plan.size_bytes();
+        // What the library chooses depends on the shape, and so do the bits.
+        let has_products =
+            Present::get().cublaslt && plan.arena_len(DType::Bf16) > 0 && *numerics == Numerics::Fast;
         let new = || -> Result<Self, DriverError> {
             gpu.enter()?;
             let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
@@ -40,6 +48,7 @@ impl CudaBackend {
                 staging: Staging::new()?,
                 peak: DeviceMemory::zeros(4, stream)?,
                 scratch: DeviceMemory::zeros(0, stream)?,
+                products: has_products.then(|| Products::new(stream)).transpose()?,
                 gpu,
                 stream,
                 plan,
@@ -94,7 +103,7 @@ impl CudaBackend {
         threads: u32,
         shared_bytes: usize,
         mut arguments: Arguments,
-    ) -> Result<(), DriverError> {
+    ) -> Result<(), Fault> {
         if grid_x == 0 || grid_y == 0 {
             return Ok(());
         }
@@ -109,12 +118,13 @@ impl CudaBackend {
                 u32::try_from(shared_bytes).expect("shared memory is small"),
                 self.stream,
                 &mut arguments.pointers(),
-            )
+            )?;
         }
+        Ok(())
     }
 
     /// Sets the elements of a view to zero.
-    pub(super) fn zero(&self, dst: View) -> Result<(), DriverError> {
+    pub(super) fn zero(&self, dst: View) -> Result<(), Fault> {
         if dst.numel() == 0 {
             return Ok(());
         }
@@ -123,17 +133,19 @@ impl CudaBackend {
         // SAFETY: the rows lie within the view's buffer.
         unsafe {
             if dst.is_contiguous() {
-                result::memset_d8_async(mat.address, 0, dst.size_bytes(), self.stream)
+                result::memset_d8_async(mat.address, 0, dst.size_bytes(), self.stream)?;
             } else {
-                sys::cuMemsetD2D8Async(mat.address, pitch, 0, width, dst.rows, self.stream).result()
+                sys::cuMemsetD2D8Async(mat.address, pitch, 0, width, dst.rows, self.stream).result()?;
             }
         }
+        Ok(())
     }
 
     /// Copies between views of one shape and type.
-    pub(super) fn copy(&self, src: View, dst: View) -> Result<(), DriverError> {
+    pub(super) fn copy(&self, src: View, dst: View) -> Result<(), Fault> {
         let (from, to) = (Place::Device(self.mat(src)), Place::Device(self.mat(dst)));
-        self.copy_rows(from, to, dst.rows, dst.cols * dst.dtype.size_bytes(), dst.dtype.size_bytes())
+        let size = dst.dtype.size_bytes();
+        Ok(self.copy_rows(from, to, dst.rows, dst.cols * size, size)?)
     }
 
     fn copy_rows(
@@ -281,8 +293,33 @@ impl Place {
     }
 }
 
-fn failed(operation: &'static str) -> impl Fn(DriverError) -> BackendError {
-    move |error| BackendError { operation, reason: reason(&error) }
+/// What can go wrong while an operation is started.
+#[derive(Debug)]
+pub(super) enum Fault {
+    Driver(DriverError),
+    Product(CublasError),
+}
+
+impl From<DriverError> for Fault {
+    fn from(error: DriverError) -> Self {
+        Fault::Driver(error)
+    }
+}
+
+impl From<CublasError> for Fault {
+    fn from(error: CublasError) -> Self {
+        Fault::Product(error)
+    }
+}
+
+fn failed<E: Into<Fault>>(operation: &'static str) -> impl Fn(E) -> BackendError {
+    move |error| {
+        let reason = match error.into() {
+            Fault::Driver(error) => reason(&error),
+            Fault::Product(error) => format!("cuBLASLt says {:?}", error.0),
+        };
+        BackendError { operation, reason }
+    }
 }
 
 impl Backend for CudaBackend {

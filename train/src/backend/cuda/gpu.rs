@@ -5,6 +5,7 @@ use super::kernels::SOURCES;
 use super::loader::{self, Present, reason};
 use super::nvrtc::{self, CompileError};
 use crate::backend::{BackendError, MemoryPlan};
+use crate::config::Numerics;
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 use std::collections::BTreeMap;
@@ -130,12 +131,16 @@ impl Gpu {
         &self.name
     }
 
-    /// A rank's memory and queue of work.
+    /// A rank's memory and queue of work. Under canonical numerics the bits do not depend on how work is cut.
     ///
     /// # Errors
     /// What the driver says, above all that its memory is too small.
-    pub fn backend(self: &Arc<Self>, plan: MemoryPlan) -> Result<CudaBackend, BackendError> {
-        CudaBackend::new(Arc::clone(self), plan)
+    pub fn backend(
+        self: &Arc<Self>,
+        plan: MemoryPlan,
+        numerics: &Numerics,
+    ) -> Result<CudaBackend, BackendError> {
+        CudaBackend::new(Arc::clone(self), plan, numerics)
     }
 
     /// Makes this GPU the calling thread's.

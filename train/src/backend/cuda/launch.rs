@@ -3,11 +3,10 @@
 use super::arguments::{
     AdamW, Arguments, Attention, Center, Drop, Factor, Fixed, Gradient, Heads, Mat, Summand,
 };
-use super::device::CudaBackend;
-use crate::backend::{self, Dropout, HiddenSite, Op, View};
+use super::device::{CudaBackend, Fault};
+use crate::backend::{self, Accumulate, Dropout, HiddenSite, Op, View};
 use crate::config::Activation;
 use crate::numerics::power_of_two;
-use cudarc::driver::result::DriverError;
 use mesh::DType;
 
 /// Threads of a block that works on one row, as the kernels' reductions assume.
@@ -31,17 +30,6 @@ macro_rules! typed {
     };
 }
 
-/// How a sum over rows is added.
-#[derive(Clone, Copy)]
-enum Sum {
-    Fixed {
-        leaf: usize,
-        bits: u32,
-    },
-    #[allow(dead_code)]
-    Float,
-}
-
 /// Inputs of attention, as operations name them.
 #[derive(Clone, Copy)]
 struct AttentionOperands {
@@ -58,10 +46,15 @@ struct AttentionOperands {
 
 impl CudaBackend {
     /// Queues an operation whose operands were checked.
-    pub(super) fn start(&mut self, op: Op) -> Result<(), DriverError> {
+    pub(super) fn start(&mut self, op: Op) -> Result<(), Fault> {
         match op {
             Op::Zero { dst } => self.zero(dst),
             Op::Copy { src, dst } => self.copy(src, dst),
+            Op::Cast { src, dst } => match (src.dtype, dst.dtype) {
+                (DType::F32, DType::Bf16) => self.elementwise("cast_f32_bf16", [src, dst]),
+                (DType::Bf16, DType::F32) => self.elementwise("cast_bf16_f32", [src, dst]),
+                _ => self.copy(src, dst),
+            },
             Op::Add { src, dst } => self.elementwise(typed!(dst.dtype, "add"), [src, dst]),
             Op::AddFixed { src, dst } => {
                 let [src, dst] = flat([src, dst]);
@@ -86,8 +79,8 @@ impl CudaBackend {
                 let arguments = arguments.and(self.mat(out)).and(i32::from(accumulate)).and(wide);
                 self.launch_packs(typed!(out.dtype, "embed"), out, elements(out, wide), arguments)
             }
-            Op::EmbedBackward { tokens, d_out, first_row, acc, leaf, bits } => {
-                self.embed_backward(tokens, d_out, first_row, acc, Sum::Fixed { leaf, bits })
+            Op::EmbedBackward { tokens, d_out, first_row, acc, add } => {
+                self.embed_backward(tokens, d_out, first_row, acc, add)
             }
             Op::AddNorm { x, delta, gamma, center, eps, sum, rstd, out } => {
                 let beta = center.map_or(gamma, |center| center.beta);
@@ -106,7 +99,7 @@ impl CudaBackend {
                 let arguments = arguments.and(self.center(center)).and(self.mat(out)).and(wide);
                 self.launch_rows(typed!(sum.dtype, "norm_apply"), sum.rows, arguments)
             }
-            Op::NormBackward { d_out, sum, mean, rstd, gamma, d_sum, accumulate, d_gamma, leaf, bits } => {
+            Op::NormBackward { d_out, sum, mean, rstd, gamma, d_sum, accumulate, d_gamma, add } => {
                 let wide = self.wide([d_out, sum, gamma, d_sum]);
                 let mean = mean.map_or(Mat::NONE, |mean| self.mat(mean));
                 let (d_out, normed, rstd) = (self.mat(d_out), self.mat(sum), self.mat(rstd));
@@ -115,7 +108,7 @@ impl CudaBackend {
                 let arguments = arguments.and(i32::from(accumulate)).and(wide);
                 self.launch_rows(typed!(sum.dtype, "norm_backward"), sum.rows, arguments)?;
                 let summand = Summand { x: d_out, normed, mean, rstd };
-                self.sum_columns((sum.dtype, summand), d_gamma, Sum::Fixed { leaf, bits })
+                self.sum_columns((sum.dtype, summand), d_gamma, add)
             }
             Op::Linear { x, w, bias, out, accumulate } => {
                 let factors = (Factor::rows(self.mat(x)), Factor::rows(self.mat(w)));
@@ -127,9 +120,7 @@ impl CudaBackend {
                 let factors = (Factor::rows(self.mat(d_out)), Factor::cols(self.mat(w)));
                 self.gemm(d_out.dtype, factors, d_out.cols, d_x, accumulate)
             }
-            Op::LinearDw { d_out, x, acc, leaf, bits } => {
-                self.weight_gradient(d_out, x, acc, Sum::Fixed { leaf, bits })
-            }
+            Op::LinearDw { d_out, x, acc, add } => self.weight_gradient(d_out, x, acc, add),
             Op::Rope { qkv, positions, table, heads, inverse } => {
                 let arguments = Arguments::default().and(self.mat(qkv)).and(self.mat(positions));
                 let arguments = arguments.and(self.mat(table)).and(of_heads(heads)).and(i32::from(inverse));
@@ -157,7 +148,7 @@ impl CudaBackend {
                 lse,
                 heads,
                 batch,
-                leaf: tile,
+                tile,
                 dropout,
                 first_head,
             } => {
@@ -186,8 +177,8 @@ impl CudaBackend {
                 d_kv,
                 heads,
                 batch,
-                leaf: tile,
-                bits,
+                tile,
+                add,
                 dropout,
                 first_head,
             } => {
@@ -202,8 +193,8 @@ impl CudaBackend {
                     dropout,
                     first_head,
                 };
-                let sum = Sum::Fixed { leaf: tile, bits };
-                self.attention_backward(operands, (out, lse), d_out, (d_qkv, d_kv), sum)
+
+                self.attention_backward(operands, (out, lse), d_out, (d_qkv, d_kv), add)
             }
             Op::Activate { activation, x, out } => {
                 let kernel = match activation {
@@ -255,9 +246,9 @@ impl CudaBackend {
                 let arguments = arguments.and(first_col).and(valid as i64).and(self.mat(loss)).and(wide);
                 self.launch_rows(typed!(logits.dtype, "ce_grad"), logits.rows, arguments)
             }
-            Op::SumRows { x, acc, leaf, bits } => {
+            Op::SumRows { x, acc, add } => {
                 let summand = Summand { x: self.mat(x), normed: Mat::NONE, mean: Mat::NONE, rstd: Mat::NONE };
-                self.sum_columns((x.dtype, summand), acc, Sum::Fixed { leaf, bits })
+                self.sum_columns((x.dtype, summand), acc, add)
             }
             Op::Dropout { x, samples, positions, dropout, site } => {
                 let arguments = Arguments::default().and(self.mat(x)).and(self.mat(samples));
@@ -309,7 +300,7 @@ impl CudaBackend {
     }
 
     /// A kernel on views of one shape that sees each element by itself.
-    fn elementwise<const N: usize>(&self, kernel: &'static str, views: [View; N]) -> Result<(), DriverError> {
+    fn elementwise<const N: usize>(&self, kernel: &'static str, views: [View; N]) -> Result<(), Fault> {
         let views = flat(views);
         let wide = self.wide(views);
         let arguments = views.iter().fold(Arguments::default(), |all, view| all.and(self.mat(*view)));
@@ -324,7 +315,7 @@ impl CudaBackend {
         view: View,
         pack: usize,
         arguments: Arguments,
-    ) -> Result<(), DriverError> {
+    ) -> Result<(), Fault> {
         self.launch_elements(kernel, (view.rows, view.cols), pack, arguments)
     }
 
@@ -334,7 +325,7 @@ impl CudaBackend {
         (rows, cols): (usize, usize),
         pack: usize,
         arguments: Arguments,
-    ) -> Result<(), DriverError> {
+    ) -> Result<(), Fault> {
         let packs = cols.div_ceil(pack);
         let threads = packs.next_multiple_of(32).clamp(32, 256);
         self.launch(
@@ -347,12 +338,7 @@ impl CudaBackend {
     }
 
     /// A block for every row.
-    fn launch_rows(
-        &self,
-        kernel: &'static str,
-        rows: usize,
-        arguments: Arguments,
-    ) -> Result<(), DriverError> {
+    fn launch_rows(&self, kernel: &'static str, rows: usize, arguments: Arguments) -> Result<(), Fault> {
         self.launch(kernel, (rows as u64, 1), ROW_THREADS, 0, arguments)
     }
 
@@ -380,17 +366,19 @@ impl CudaBackend {
         d_out: View,
         first_row: i32,
         acc: View,
-        sum: Sum,
-    ) -> Result<(), DriverError> {
+        add: Accumulate,
+    ) -> Result<(), Fault> {
         let arguments = Arguments::default().and(self.mat(tokens)).and(self.mat(d_out)).and(first_row);
         let arguments = arguments.and(self.mat(acc));
-        match sum {
+        match add {
             // Tokens are added one by one where others add leaves.
-            Sum::Fixed { leaf, bits } => {
+            Accumulate::Fixed { leaf, bits } => {
                 let kernel = typed!(d_out.dtype, "embed_backward_fixed");
                 self.launch_packs(kernel, d_out, 1, arguments.and(self.fixed(bits, leaf)))
             }
-            Sum::Float => self.launch_rows(typed!(d_out.dtype, "embed_backward_float"), acc.rows, arguments),
+            Accumulate::Float => {
+                self.launch_rows(typed!(d_out.dtype, "embed_backward_float"), acc.rows, arguments)
+            }
         }
     }
 
@@ -401,7 +389,7 @@ impl CudaBackend {
         })
     }
 
-    fn add_bias(&self, bias: View, x: View) -> Result<(), DriverError> {
+    fn add_bias(&self, bias: View, x: View) -> Result<(), Fault> {
         let wide = self.wide([bias, x]);
         let arguments = Arguments::default().and(self.mat(bias)).and(self.mat(x)).and(wide);
         self.launch_packs(typed!(x.dtype, "add_bias"), x, elements(x, wide), arguments)
@@ -412,20 +400,20 @@ impl CudaBackend {
         &mut self,
         (dtype, summand): (DType, Summand),
         acc: View,
-        sum: Sum,
-    ) -> Result<(), DriverError> {
+        add: Accumulate,
+    ) -> Result<(), Fault> {
         let rows = summand.x.rows as usize;
         let blocks = (acc.cols as u64).div_ceil(128);
         // Enough parts to fill the GPU.
         let parts = u64::from(8 * self.gpu.num_multiprocessors()).div_ceil(blocks.max(1));
-        match sum {
-            Sum::Fixed { leaf, bits } => {
+        match add {
+            Accumulate::Fixed { leaf, bits } => {
                 let parts = parts.min((rows / leaf) as u64);
                 let arguments = Arguments::default().and(summand).and(self.mat(acc)).and(leaf as i64);
                 let arguments = arguments.and(self.fixed(bits, 1));
                 self.launch(typed!(dtype, "sum_columns_fixed"), (blocks, parts), 128, 0, arguments)
             }
-            Sum::Float => {
+            Accumulate::Float => {
                 let rows_per_part = rows.div_ceil(parts as usize).max(1);
                 let parts = rows.div_ceil(rows_per_part);
                 let partial = self.scratch(parts, acc.cols)?;
@@ -440,33 +428,40 @@ impl CudaBackend {
 
     /// `out[m][n] (+)= Σ a(m, k) · b(n, k)` over `depth`, for factors of type `dtype`.
     fn gemm(
-        &self,
+        &mut self,
         dtype: DType,
         (a, b): (Factor, Factor),
         depth: usize,
         out: View,
         accumulate: bool,
-    ) -> Result<(), DriverError> {
+    ) -> Result<(), Fault> {
+        let result = self.mat(out);
+        if dtype == DType::Bf16
+            && let Some(products) = &mut self.products
+            && products.run(self.stream, (a, b), depth, (result, out.dtype), accumulate)?
+        {
+            return Ok(());
+        }
         let kernel = match (dtype, out.dtype) {
             (DType::F32, DType::F32) => "gemm_f32_f32",
             (DType::Bf16, DType::Bf16) => "gemm_bf16_bf16",
             (DType::Bf16, DType::F32) => "gemm_bf16_f32",
             (from, to) => panic!("no product of {from} makes {to}"),
         };
-        let arguments = Arguments::default().and(a).and(b).and(depth as i64).and(self.mat(out));
+        let arguments = Arguments::default().and(a).and(b).and(depth as i64).and(result);
         self.launch(kernel, gemm_grid(out), 256, 0, arguments.and(i32::from(accumulate)))
     }
 
     /// `acc += d_outᵀ · x`.
-    fn weight_gradient(&self, d_out: View, x: View, acc: View, sum: Sum) -> Result<(), DriverError> {
+    fn weight_gradient(&mut self, d_out: View, x: View, acc: View, add: Accumulate) -> Result<(), Fault> {
         let (a, b) = (Factor::cols(self.mat(d_out)), Factor::cols(self.mat(x)));
-        match sum {
-            Sum::Fixed { leaf, bits } => {
+        match add {
+            Accumulate::Fixed { leaf, bits } => {
                 let arguments = Arguments::default().and(a).and(b).and(x.rows as i64).and(self.mat(acc));
                 let arguments = arguments.and(leaf as i64).and(self.fixed(bits, 1));
                 self.launch(typed!(x.dtype, "gemm_fixed"), gemm_grid(acc), 256, 0, arguments)
             }
-            Sum::Float => self.gemm(x.dtype, (a, b), x.rows, acc, true),
+            Accumulate::Float => self.gemm(x.dtype, (a, b), x.rows, acc, true),
         }
     }
 
@@ -492,7 +487,7 @@ impl CudaBackend {
         }
     }
 
-    fn attention(&self, operands: AttentionOperands, out: View, lse: View) -> Result<(), DriverError> {
+    fn attention(&self, operands: AttentionOperands, out: View, lse: View) -> Result<(), Fault> {
         let arguments = Arguments::default().and(self.attention_arguments(operands));
         let arguments = arguments.and(self.mat(out)).and(self.mat(lse));
         let shared = shared_bytes(operands.heads, 3, 1);
@@ -506,8 +501,8 @@ impl CudaBackend {
         (out, lse): (View, View),
         d_out: View,
         (d_qkv, d_kv): (View, View),
-        sum: Sum,
-    ) -> Result<(), DriverError> {
+        add: Accumulate,
+    ) -> Result<(), Fault> {
         let (rows, heads) = (operands.qkv.rows, operands.heads.num_queries());
         let delta = self.scratch(rows, heads)?;
         let gradient = Gradient { out: self.mat(out), lse: self.mat(lse), d_out: self.mat(d_out) };
@@ -518,11 +513,11 @@ impl CudaBackend {
         let arguments = inputs(self).and(self.mat(d_qkv));
         let shared = shared_bytes(operands.heads, 4, 1);
         self.launch(typed!(dtype, "tiles_queries"), operands.query_grid(), ROW_THREADS, shared, arguments)?;
-        let (kernel, arguments) = match sum {
-            Sum::Fixed { bits, .. } => {
+        let (kernel, arguments) = match add {
+            Accumulate::Fixed { bits, .. } => {
                 (typed!(dtype, "tiles_keys_fixed"), inputs(self).and(self.mat(d_kv)).and(self.fixed(bits, 1)))
             }
-            Sum::Float => (typed!(dtype, "tiles_keys_float"), inputs(self).and(self.mat(d_kv))),
+            Accumulate::Float => (typed!(dtype, "tiles_keys_float"), inputs(self).and(self.mat(d_kv))),
         };
         self.launch(kernel, operands.key_grid(), ROW_THREADS, shared_bytes(operands.heads, 4, 2), arguments)
     }
