@@ -420,7 +420,7 @@ pub(crate) enum NumericsArg {
 }
 
 /// `--device`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum DeviceArg {
     #[default]

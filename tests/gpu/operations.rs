@@ -140,8 +140,7 @@ impl Case {
     fn output(&mut self, random: &Random, rows: usize, cols: usize, check: Check) -> View {
         let extra = if random.flag() { random.within(1, 9) } else { 0 };
         let at = random.within(0, extra);
-        self.reals(rows, cols + extra, &vec![f32::NAN; rows * (cols + extra)], check)
-            .col_range(at, at + cols)
+        self.reals(rows, cols + extra, &vec![f32::NAN; rows * (cols + extra)], check).col_range(at, at + cols)
     }
 
     /// Row statistics: contiguous.
