@@ -57,12 +57,7 @@ impl Diagnosis {
             compute_capability: format!("{}.{}", gpu.capability.0, gpu.capability.1),
             memory_bytes: gpu.memory_bytes,
         });
-        Diagnosis {
-            schema: "remesh.doctor.v1",
-            libraries: libraries.collect(),
-            gpus: gpus.collect(),
-            no_gpus,
-        }
+        Diagnosis { schema: "remesh.doctor/1", libraries: libraries.collect(), gpus: gpus.collect(), no_gpus }
     }
 }
 

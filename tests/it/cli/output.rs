@@ -95,6 +95,7 @@ fn every_json_document_names_its_schema_and_bad_log_settings_are_said() {
         ("verify run", "remesh.verify/1"),
         ("plan run", "remesh.plan/1"),
         ("data tokenize a.bin -o again", "remesh.tokenize/1"),
+        ("doctor", "remesh.doctor/1"),
     ] {
         let document: serde_json::Value =
             serde_json::from_str(&ok(folder, &format!("{line} --json"))).unwrap();
@@ -136,4 +137,20 @@ fn what_must_not_be_missed_is_on_stderr_even_when_quiet() {
     assert_eq!((output.status.code(), text(&output.stdout)), (Some(0), String::new()));
     let said = text(&output.stderr);
     assert!(said.starts_with("step 3 is passed over (RM4020): "), "{said}");
+}
+
+/// Where there is a driver, `tests/gpu.rs` says more.
+#[test]
+fn what_a_missing_driver_disables_is_said_and_its_device_is_refused() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let found: serde_json::Value = serde_json::from_str(&ok(folder, "doctor --json")).unwrap();
+    let driver = &found["libraries"][0];
+    assert_eq!(driver["name"], "libcuda");
+    if driver["version"].is_null() {
+        let said = ok(folder, "doctor");
+        assert!(said.contains("libcuda      not found, so there is no training on GPUs"), "{said}");
+        let said = refused(folder, &format!("train {MODEL} --train-iters 1 --device cuda"), 3);
+        assert!(said.contains("RM8001") && said.contains("libcuda"), "{said}");
+    }
 }
