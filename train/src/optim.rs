@@ -18,10 +18,9 @@ pub(crate) struct Optimizer {
     pub(crate) bucket: ReplicaBucket,
     params: Vec<Owned>,
     whole_grads: WholeGrads,
-    /// F32, one element for each owned one.
-    grad: View,
-    /// Fraction bits of gradients in fixed point; `None` where they are F32 all along.
-    grad_bits: Option<u32>,
+    /// Gradients of the owned rows as F32, and the fraction bits of the fixed point that they are taken from; `None` where
+    /// they are F32 all along.
+    taken: Option<(View, u32)>,
     /// F32 masters of weights that are BF16, persistent.
     pub(crate) master: Option<View>,
     /// First and second moments, persistent.
@@ -95,19 +94,18 @@ impl Optimizer {
         let bucket = ReplicaBucket::new(homes, &rows, replicas as usize, position.index(), buffers);
         let count = bucket.count();
         let mut declare = |name: &str, lifetime, dtype, cols| buffers.declare(name, lifetime, dtype, 1, cols);
-        let (grad, grad_bits) = match &config.numerics {
+        let taken = match &config.numerics {
             Numerics::Canonical(canonical) => {
-                (declare("grad", Lifetime::Transient, DType::F32, count), Some(canonical.grad_bits))
+                Some((declare("grad", Lifetime::Transient, DType::F32, count), canonical.grad_bits))
             }
-            Numerics::Fast => (bucket.grad_part(), None),
+            Numerics::Fast => None,
         };
         let has_masters = homes[0].weight.dtype != DType::F32;
         Ok(Optimizer {
             config: config.optimizer.clone(),
             params,
             whole_grads,
-            grad,
-            grad_bits,
+            taken,
             master: has_masters.then(|| declare("master", Lifetime::Persistent, DType::F32, count)),
             exp_avg: declare("exp_avg", Lifetime::Persistent, DType::F32, count),
             exp_avg_sq: declare("exp_avg_sq", Lifetime::Persistent, DType::F32, count),
@@ -115,6 +113,14 @@ impl Optimizer {
             peak: declare("fixed_point_peak", Lifetime::Transient, DType::F32, 1),
             bucket,
         })
+    }
+
+    /// The reduced gradient of a parameter's owned rows, F32.
+    fn grad(&self, param: usize) -> View {
+        match self.taken {
+            Some((taken, _)) => self.bucket.in_part(param, taken),
+            None => self.bucket.own_grads(param),
+        }
     }
 
     /// Sums the gradients over everything that shares them out, and their norm. Collective.
@@ -134,14 +140,16 @@ impl Optimizer {
             comms.tp.wait(be, ticket)?;
         }
         self.bucket.reduce_grads(be, comms)?;
-        if let Some(bits) = self.grad_bits {
-            be.run(Op::FxTake { acc: self.bucket.grad_part(), bits, out: self.grad })?;
-        }
-
         be.run(Op::Zero { dst: self.limbs })?;
         for (index, owned) in self.params.iter().enumerate() {
-            let x = self.bucket.in_part(index, self.grad);
-            if owned.is_main && x.numel() > 0 {
+            let x = self.grad(index);
+            if x.numel() == 0 {
+                continue;
+            }
+            if let Some((_, bits)) = self.taken {
+                be.run(Op::FxTake { acc: self.bucket.own_grads(index), bits, out: x })?;
+            }
+            if owned.is_main {
                 be.run(Op::SquareNorm { x, limbs: self.limbs })?;
             }
         }
@@ -185,7 +193,7 @@ impl Optimizer {
                 w: master.unwrap_or(weight),
                 m: self.bucket.in_part(index, self.exp_avg),
                 v: self.bucket.in_part(index, self.exp_avg_sq),
-                g: self.bucket.in_part(index, self.grad),
+                g: self.grad(index),
                 grad_scale: (clip / update.count as f64) as f32,
                 lr: update.lr as f32,
                 beta1: config.adam_beta1 as f32,

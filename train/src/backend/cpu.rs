@@ -265,7 +265,7 @@ impl Backend for CpuBackend {
                 }
                 Accumulate::Float => {
                     let ([acc], [d_out, x]) = self.f32s.borrow([acc], [d_out, x]);
-                    linear::weight_gradient(d_out, x, acc, x.rows, &mut Float, &mut self.products);
+                    gemm::gemm(gemm::Factor::transposed(d_out), gemm::Factor::new(x), acc, true);
                 }
             },
             Op::Rope { qkv, positions, table, heads, inverse } => {

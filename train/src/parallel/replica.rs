@@ -16,6 +16,11 @@ pub(crate) struct ReplicaBucket {
     position: usize,
     params: Vec<Packed>,
     count: usize,
+    exchange: Option<Exchange>,
+}
+
+/// Buffers that only more than one replica needs: alone, gradients stay where they are and rows are updated in place.
+struct Exchange {
     /// Accumulators: every member's part, `[R, count]`, and this one's sum over members.
     grads: View,
     grad_part: View,
@@ -75,17 +80,13 @@ impl ReplicaBucket {
             buffers.declare(format!("bucket.{name}"), Lifetime::Transient, dtype, rows, count)
         };
         let (acc, compute) = (homes[0].grad.dtype, homes[0].weight.dtype);
-        let grads = declare("grads", acc, replicas);
-        let (grad_part, rows_part, rows) = match replicas {
-            // Alone, nothing is exchanged: rows are updated in place.
-            1 => (grads, grads, grads),
-            _ => (
-                declare("grad_part", acc, 1),
-                declare("rows_part", compute, 1),
-                declare("rows", compute, replicas),
-            ),
-        };
-        ReplicaBucket { replicas, position, params, count, grads, grad_part, rows_part, rows }
+        let exchange = (replicas > 1).then(|| Exchange {
+            grads: declare("grads", acc, replicas),
+            grad_part: declare("grad_part", acc, 1),
+            rows_part: declare("rows_part", compute, 1),
+            rows: declare("rows", compute, replicas),
+        });
+        ReplicaBucket { replicas, position, params, count, exchange }
     }
 
     /// Elements of a member's part.
@@ -96,8 +97,7 @@ impl ReplicaBucket {
     /// The rows of parameter `param` that this member owns, as they lie in its weight.
     pub(crate) fn own_rows(&self, param: usize) -> View {
         let packed = &self.params[param];
-        let rows = packed.member_rows(self.position);
-        packed.weight.row_range(rows.start, rows.end)
+        packed.member_part(self.position, packed.weight)
     }
 
     /// The same rows in a view of `count` elements that holds a member's part.
@@ -105,53 +105,45 @@ impl ReplicaBucket {
         self.params[param].in_part(self.position, part)
     }
 
-    /// Where [`ReplicaBucket::reduce_grads`] leaves the sums over all replicas of this member's rows: accumulators, `count` of
-    /// them.
-    pub(crate) fn grad_part(&self) -> View {
-        self.grad_part
+    /// The sums over all replicas of the gradients of these rows: accumulators, after [`ReplicaBucket::reduce_grads`].
+    pub(crate) fn own_grads(&self, param: usize) -> View {
+        let packed = &self.params[param];
+        match &self.exchange {
+            Some(exchange) => packed.in_part(self.position, exchange.grad_part),
+            None => packed.member_part(self.position, packed.grad),
+        }
     }
 
     /// Sums the gradients over all replicas.
     pub(crate) fn reduce_grads(&self, be: &mut dyn Backend, comms: &Comms) -> Result<(), StepError> {
-        be.run(Op::Zero { dst: self.grads })?;
+        let Some(Exchange { grads, grad_part, .. }) = self.exchange else { return Ok(()) };
+        be.run(Op::Zero { dst: grads })?;
         for member in 0..self.replicas {
-            let part = self.grads.row_range(member, member + 1);
+            let part = grads.row_range(member, member + 1);
             for packed in &self.params {
-                let rows = packed.member_rows(member);
-                let src = packed.grad.row_range(rows.start, rows.end);
+                let src = packed.member_part(member, packed.grad);
                 be.run(Op::Copy { src, dst: packed.in_part(member, part) })?;
             }
         }
-        if self.replicas > 1 {
-            let ticket = comms.dp_cp.reduce_scatter(
-                be,
-                "replica.scatter_grads",
-                Reduce::of_accumulators(self.grads.dtype),
-                self.grads,
-                self.grad_part,
-            )?;
-            comms.dp_cp.wait(be, ticket)?;
-        }
-        Ok(())
+        let sum = Reduce::of_accumulators(grads.dtype);
+        let ticket = comms.dp_cp.reduce_scatter(be, "replica.scatter_grads", sum, grads, grad_part)?;
+        Ok(comms.dp_cp.wait(be, ticket)?)
     }
 
     /// Brings every member's updated rows to every replica.
     pub(crate) fn gather_rows(&self, be: &mut dyn Backend, comms: &Comms) -> Result<(), StepError> {
-        if self.replicas == 1 {
-            return Ok(());
-        }
-        be.run(Op::Zero { dst: self.rows_part })?;
+        let Some(Exchange { rows_part, rows, .. }) = self.exchange else { return Ok(()) };
+        be.run(Op::Zero { dst: rows_part })?;
         for (param, packed) in self.params.iter().enumerate() {
-            let dst = packed.in_part(self.position, self.rows_part);
+            let dst = packed.in_part(self.position, rows_part);
             be.run(Op::Copy { src: self.own_rows(param), dst })?;
         }
-        let ticket = comms.dp_cp.all_gather(be, "replica.gather_rows", self.rows_part, self.rows)?;
+        let ticket = comms.dp_cp.all_gather(be, "replica.gather_rows", rows_part, rows)?;
         comms.dp_cp.wait(be, ticket)?;
         for member in (0..self.replicas).filter(|member| *member != self.position) {
-            let part = self.rows.row_range(member, member + 1);
+            let part = rows.row_range(member, member + 1);
             for packed in &self.params {
-                let rows = packed.member_rows(member);
-                let dst = packed.weight.row_range(rows.start, rows.end);
+                let dst = packed.member_part(member, packed.weight);
                 be.run(Op::Copy { src: packed.in_part(member, part), dst })?;
             }
         }
@@ -160,6 +152,12 @@ impl ReplicaBucket {
 }
 
 impl Packed {
+    /// A member's rows of the weight or the gradient.
+    fn member_part(&self, member: usize, whole: View) -> View {
+        let rows = self.member_rows(member);
+        whole.row_range(rows.start, rows.end)
+    }
+
     fn in_part(&self, member: usize, part: View) -> View {
         let rows = self.member_rows(member).len();
         part.col_range(self.at, self.at + rows * self.cols).reshaped(rows, self.cols)

@@ -1,6 +1,6 @@
-//! Weight gradients.
+//! Weight gradients in fixed point.
 
-use super::accumulate::Adder;
+use super::accumulate::{Adder, FixedPoint};
 use super::gemm::Factor;
 use super::{Matrix, MatrixMut};
 
@@ -11,12 +11,12 @@ const PRODUCT_ROWS: usize = 128;
 ///
 /// A product for each leaf, however small: measured from 4 rows on, it is faster than loops over rows of the gradient,
 /// which lack the fused multiply-add, and as fast for 2.
-pub(super) fn weight_gradient<A: Adder>(
+pub(super) fn weight_gradient(
     d_out: Matrix<'_, f32>,
     x: Matrix<'_, f32>,
-    mut acc: MatrixMut<'_, A::Acc>,
+    mut acc: MatrixMut<'_, i64>,
     leaf: usize,
-    adder: &mut A,
+    fixed: &mut FixedPoint,
     space: &mut Vec<f32>,
 ) {
     for first_row in (0..acc.rows).step_by(PRODUCT_ROWS) {
@@ -25,7 +25,7 @@ pub(super) fn weight_gradient<A: Adder>(
             let tokens = first..first + leaf;
             let d_out = Factor::transposed(d_out.block(tokens.clone(), rows.clone()));
             let x_leaf = Factor::new(x.block(tokens, 0..x.cols));
-            adder.add_product(acc.block(rows.clone(), 0..x.cols), d_out, x_leaf, space);
+            fixed.add_product(acc.block(rows.clone(), 0..x.cols), d_out, x_leaf, space);
         }
     }
 }
