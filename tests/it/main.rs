@@ -10,6 +10,7 @@ mod fast;
 mod kills;
 mod labels;
 mod layouts;
+mod logits;
 mod mutations;
 mod resume;
 mod streams;

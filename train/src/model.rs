@@ -292,6 +292,15 @@ impl Model {
         cx.weights.drain(cx.be, cx.comms)
     }
 
+    /// Forward alone: this rank's columns of the logits of its own tokens, `[M, Vl]`, without those that are padding.
+    pub(crate) fn logits(&self, cx: &mut Cx, batch: &MicroBatch) -> Result<View, StepError> {
+        self.upload(cx, batch)?;
+        self.forward(cx)?;
+        self.loss.project(cx, self)?;
+        cx.weights.rewind(cx.be, cx.comms)?;
+        Ok(self.loss.logits.col_range(0, self.shape.vocab_valid))
+    }
+
     fn upload(&self, cx: &mut Cx, batch: &MicroBatch) -> Result<(), StepError> {
         cx.be.upload(self.inputs.tokens, bytemuck::cast_slice(&batch.tokens))?;
         cx.be.upload(self.inputs.targets, bytemuck::cast_slice(&batch.targets))?;
@@ -479,7 +488,7 @@ impl Model {
     }
 
     fn hidden_dropout(&self, cx: &mut Cx, x: View, layer: usize, site: HiddenSite) -> Result<(), StepError> {
-        if self.shape.hidden_dropout == 0.0 {
+        if self.shape.hidden_dropout == 0.0 || !cx.drops {
             return Ok(());
         }
         let dropout = self.dropout(self.shape.hidden_dropout, layer as u32);

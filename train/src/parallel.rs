@@ -66,6 +66,8 @@ pub(crate) struct Cx<'a> {
     pub weights: &'a mut WeightStore,
     /// How sums over a TP-split dimension are combined.
     pub tp_sum: Reduce,
+    /// Whether dropouts drop, as in training.
+    pub drops: bool,
 }
 
 impl Cx<'_> {

@@ -15,6 +15,7 @@ use crate::state::{RunState, Streams};
 use half::bf16;
 use mesh::{DType, GroupKind, Indivisible, MissingGroups, ProcessGroups, Region, TensorKey, paired_runs};
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 use std::rc::Rc;
 
 /// One rank's model, optimizer and memory.
@@ -118,7 +119,7 @@ impl Program {
         batch: &MicroBatch,
     ) -> Result<(), StepError> {
         let loss_sum = self.stats.col_range(0, 1);
-        let cx = &mut Cx { be, comms, weights: &mut self.weights, tp_sum: self.tp_sum };
+        let cx = &mut Cx { be, comms, weights: &mut self.weights, tp_sum: self.tp_sum, drops: true };
         self.model.run(cx, batch, loss_sum)
     }
 
@@ -259,20 +260,51 @@ impl Trainer {
     }
 
     fn init_weights(&mut self) -> Result<(), BuildError> {
+        let seed = self.config.seed;
+        self.fill_weights(|param, global, out| match param.init {
+            Init::Zeros => out.fill(0.0),
+            Init::Ones => out.fill(1.0),
+            Init::Normal { std } => init_normal(seed, param.key.as_str(), global, std, out),
+        })
+    }
+
+    /// Replaces the weights, and their masters. `whole` gives the logical tensor of a parameter, row-major; moments stay.
+    ///
+    /// # Errors
+    /// A parameter that does not divide.
+    ///
+    /// # Panics
+    /// If a tensor has not the elements of its parameter.
+    pub fn set_weights(&mut self, mut whole: impl FnMut(&ParamDecl) -> Vec<f32>) -> Result<(), BuildError> {
+        let mut held: Option<(TensorKey, Vec<f32>)> = None;
+        self.fill_weights(|param, global, out| {
+            if held.as_ref().is_none_or(|(key, _)| *key != param.key) {
+                let tensor = whole(param);
+                assert_eq!(
+                    tensor.len() as u64,
+                    param.placement.shape().numel(),
+                    "elements of `{}`",
+                    param.key
+                );
+                held = Some((param.key.clone(), tensor));
+            }
+            let (_, tensor) = held.as_ref().expect("set above");
+            out.copy_from_slice(&tensor[global.start as usize..global.end as usize]);
+        })
+    }
+
+    /// `fill` writes a run of elements of a parameter, by their indices in its logical tensor. Padding is 0.
+    fn fill_weights(
+        &mut self,
+        mut fill: impl FnMut(&ParamDecl, Range<u64>, &mut [f32]),
+    ) -> Result<(), BuildError> {
         for (param, home) in self.program.model.table().params.iter().zip(self.program.weights.homes()) {
             let shard = param.placement.shard(&self.groups)?;
             let mut values = vec![0f32; home.weight.numel()];
             let shape = param.placement.shape();
             for piece in &shard.pieces {
                 for (global, local) in paired_runs(&piece.region, &shape, &piece.local, &shard.shape) {
-                    let out = &mut values[local.start as usize..local.end as usize];
-                    match param.init {
-                        Init::Zeros => {}
-                        Init::Ones => out.fill(1.0),
-                        Init::Normal { std } => {
-                            init_normal(self.config.seed, param.key.as_str(), global, std, out);
-                        }
-                    }
+                    fill(param, global, &mut values[local.start as usize..local.end as usize]);
                 }
             }
             let bytes: Vec<u8> = match home.weight.dtype {
@@ -334,6 +366,38 @@ impl Trainer {
 
     pub(crate) fn comms(&self) -> &Comms {
         &self.comms
+    }
+
+    /// The logits of this rank's own tokens, `[M, V]`, row-major, without dropout; targets and weights of `batch` are not
+    /// looked at. Collective.
+    ///
+    /// # Errors
+    /// A failed collective or device.
+    pub fn logits(&mut self, batch: &MicroBatch) -> Result<Vec<f32>, StepError> {
+        let Trainer { comms, be, program, .. } = self;
+        let (be, weights, tp_sum) = (be.as_mut(), &mut program.weights, program.tp_sum);
+        let own = program.model.logits(&mut Cx { be, comms, weights, tp_sum, drops: false }, batch)?;
+        let mut bytes = vec![0; own.size_bytes()];
+        // A shard of the vocabulary may be nothing but padding.
+        if own.numel() > 0 {
+            be.download(own, &mut bytes)?;
+        }
+        let shards = comms.tp.gather_bytes("logits.gather", &bytes)?;
+        let mut logits = Vec::new();
+        for row in 0..own.rows {
+            for shard in &shards {
+                let row_bytes = shard.len() / own.rows;
+                let row = &shard[row * row_bytes..][..row_bytes];
+                match own.dtype {
+                    DType::Bf16 => {
+                        let elements = row.as_chunks().0.iter();
+                        logits.extend(elements.map(|x| bf16::from_le_bytes(*x).to_f32()));
+                    }
+                    _ => logits.extend(row.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x))),
+                }
+            }
+        }
+        Ok(logits)
     }
 
     /// One optimizer step over the global batch of which `batch` is this rank's part. Collective.

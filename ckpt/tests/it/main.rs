@@ -7,5 +7,6 @@ mod keys;
 mod kill;
 mod plans;
 mod round_trip;
+mod safetensors;
 mod support;
 mod two_runs;

@@ -73,7 +73,7 @@ impl Attention {
             heads,
             batch: shape.batch,
             tile: shape.tile,
-            dropout: dropout(model, layer),
+            dropout: dropout(cx, model, layer),
             first_head: shape.first_head,
         })?;
         let w = cx.weights.acquire(cx.be, cx.comms, params.proj.weight)?;
@@ -128,7 +128,7 @@ impl Attention {
             batch: shape.batch,
             tile: shape.tile,
             add: shape.add_kv,
-            dropout: dropout(model, layer),
+            dropout: dropout(cx, model, layer),
             first_head: shape.first_head,
         })?;
         self.kv.scatter_grad(cx, self.d_qkv, heads, shape.add_kv)?;
@@ -156,7 +156,7 @@ impl Attention {
     }
 }
 
-fn dropout(model: &Model, layer: u32) -> Option<Dropout> {
+fn dropout(cx: &Cx, model: &Model, layer: u32) -> Option<Dropout> {
     let p = model.shape.attention_dropout;
-    (p > 0.0).then(|| model.dropout(p, layer))
+    (cx.drops && p > 0.0).then(|| model.dropout(p, layer))
 }

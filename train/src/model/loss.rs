@@ -11,7 +11,7 @@ use mesh::DType;
 /// Buffers of the loss.
 pub(super) struct Loss {
     /// `[M, Vl]`; becomes its own gradient.
-    logits: View,
+    pub(super) logits: View,
     /// Each `[M, 1]`.
     max: View,
     sum: View,
@@ -32,6 +32,14 @@ impl Loss {
         }
     }
 
+    /// From `work.normed_full` to the logits; gives the output layer's weight.
+    pub(super) fn project(&self, cx: &mut Cx, model: &Model) -> Result<View, StepError> {
+        let w = cx.weights.acquire(cx.be, cx.comms, model.table.output)?;
+        let (x, out) = (model.work.normed_full, self.logits);
+        cx.run(Op::Linear { x, w, bias: None, out, accumulate: false })?;
+        Ok(w)
+    }
+
     /// From `work.normed_full` to `work.d_normed_partial`; adds to the output layer's gradient and to `loss_sum`.
     pub(super) fn run(&self, cx: &mut Cx, model: &Model, loss_sum: View) -> Result<(), StepError> {
         let Model { shape, inputs, work, table, .. } = model;
@@ -40,8 +48,7 @@ impl Loss {
         let block_rows = shape.vocab / shape.blocks;
         let add = shape.add;
 
-        let w = cx.weights.acquire(cx.be, cx.comms, table.output)?;
-        cx.run(Op::Linear { x, w, bias: None, out: logits, accumulate: false })?;
+        let w = self.project(cx, model)?;
         cx.run(Op::CeMax { logits, valid, max: self.max })?;
         over_tp(cx, "loss.max", Reduce::Max, self.max)?;
         let (max, sum, picked) = (self.max, self.sum, self.picked);

@@ -166,6 +166,15 @@ impl WeightStore {
         })?)
     }
 
+    /// Ends a program that stopped short of its backward: the next one begins with the first weight again.
+    pub(crate) fn rewind(&mut self, be: &mut dyn Backend, comms: &Comms) -> Result<(), StepError> {
+        if let Some(ticket) = self.gathering.take() {
+            comms.gtp_remat.wait(be, ticket)?;
+        }
+        self.next_use = 0;
+        Ok(())
+    }
+
     /// Ends a micro-batch: completes the last reduction, so that nothing reads a stale sum.
     pub(crate) fn drain(&mut self, be: &mut dyn Backend, comms: &Comms) -> Result<(), StepError> {
         self.complete_reduction(be, comms)?;
