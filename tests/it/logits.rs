@@ -8,6 +8,7 @@ use reshard::{HfActivation, HfFamily, HfModel};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use train::backend::Device;
 use train::comm::threads::{World, WorldOptions};
 use train::config::{Activation, Biases, ModelConfig, Normalization, PositionEmbedding};
 use train::model::MicroBatch;
@@ -109,7 +110,7 @@ fn logits(name: &str, ids: &[Vec<i32>], layout: Layout) -> Vec<f32> {
     let ranks = World::run(layout.world_size(), WorldOptions::default(), |context| {
         let groups = table.for_rank(context.rank());
         let comms = Comms::new(&groups, |kind| context.comm(&groups, kind)).unwrap();
-        let mut trainer = Trainer::new(&config, &groups, comms).unwrap();
+        let mut trainer = Trainer::new(&config, &groups, comms, &Device::Cpu).unwrap();
         trainer.set_weights(|param| weights[param.key.as_str()].clone()).unwrap();
         let first = trainer.logits(&micro_batch)?;
         // A forward pass leaves nothing behind.
