@@ -248,7 +248,7 @@ table! {
         #[arg(long, value_name = "SAMPLES")]
         lr_wsd_decay_samples: u64,
         /// Leave the checkpoint's schedule alone: all of it comes from these flags and their defaults
-        #[arg(long = "override-opt_param-scheduler", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        #[arg(long = "override-opt_param-scheduler", alias = "override-opt-param-scheduler", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         #[arg(value_name = "BOOL")]
         override_opt_param_scheduler: bool,
         /// Weight decay of matrices [default: 0.01]

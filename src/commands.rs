@@ -4,6 +4,7 @@ pub(crate) mod config;
 pub(crate) mod demo;
 pub(crate) mod digest;
 pub(crate) mod doctor;
+pub(crate) mod explain;
 pub(crate) mod inspect;
 pub(crate) mod ls;
 pub(crate) mod plan;

@@ -19,7 +19,8 @@ impl FromStr for Location {
     type Err = Infallible;
 
     fn from_str(text: &str) -> Result<Self, Infallible> {
-        if let Some((run, step)) = text.rsplit_once('@') {
+        // A folder of that very name is what is meant.
+        if let Some((run, step)) = text.rsplit_once('@').filter(|_| !Path::new(text).is_dir()) {
             if matches!(step, "latest" | "latest-complete") {
                 return Ok(Location { run: run.into(), step: None });
             }
@@ -49,6 +50,7 @@ impl Location {
             None => {
                 let latest = store.latest(None)?;
                 // Where there is none to take, the error says what was passed over.
+                latest.strays.iter().for_each(complain);
                 if latest.checkpoint.is_some() {
                     latest.passed_over.iter().for_each(complain);
                 }

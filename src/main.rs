@@ -1,4 +1,4 @@
-//! The command line: `remesh train | config | data | inspect | ls | plan | verify | digest | doctor | demo`.
+//! The command line: `remesh train | config | data | inspect | ls | plan | verify | digest | doctor | demo | explain`.
 //!
 //! A command's result goes to stdout, everything else to stderr; the exit codes are listed in `docs/cli.md`.
 
@@ -6,12 +6,14 @@ mod args;
 mod commands;
 mod device;
 mod location;
+mod memory;
 mod metrics;
 mod output;
 mod report;
 
 use clap::{Parser, Subcommand};
 use output::{OutputArgs, complain};
+use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 use tracing_subscriber::filter::{LevelFilter, Targets};
@@ -54,6 +56,8 @@ enum Command {
     Doctor,
     /// Train a small model, resume it under three other layouts, and compare every loss
     Demo(commands::demo::DemoArgs),
+    /// Say what an error's code means
+    Explain(commands::explain::ExplainArgs),
 }
 
 #[derive(Debug, Subcommand)]
@@ -63,13 +67,39 @@ enum DataCommand {
 }
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let cli = match parse(std::env::args_os()) {
         Ok(cli) => cli,
         Err(error) => return report::usage(&error),
     };
     log_to_stderr();
     let as_json = cli.output.output().is_json();
     execute(cli).unwrap_or_else(|error| report::report(&error, as_json))
+}
+
+/// Parses the command line. Flags may be written with underscores, as launchers and Megatron's own code write some of them,
+/// and a negative number is the value of the flag before it, to be refused as one.
+fn parse(args: impl Iterator<Item = OsString>) -> Result<Cli, clap::Error> {
+    let mut said: Vec<OsString> = Vec::new();
+    let mut are_flags = true;
+    for arg in args {
+        are_flags &= arg != "--";
+        match arg.to_str().filter(|_| are_flags) {
+            Some(text) if text.starts_with("--") => {
+                let (name, value) = text.split_at(text.find('=').unwrap_or(text.len()));
+                said.push((name.replace('_', "-") + value).into());
+            }
+            Some(text) if text.starts_with('-') && text.parse::<f64>().is_ok() => match said.last_mut() {
+                Some(flag)
+                    if flag.to_str().is_some_and(|flag| flag.starts_with("--") && !flag.contains('=')) =>
+                {
+                    flag.push(format!("={text}"));
+                }
+                _ => said.push(arg),
+            },
+            _ => said.push(arg),
+        }
+    }
+    Cli::try_parse_from(said)
 }
 
 fn execute(cli: Cli) -> anyhow::Result<ExitCode> {
@@ -85,6 +115,7 @@ fn execute(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Digest(args) => commands::digest::run(&args, &output),
         Command::Doctor => commands::doctor::run(&output),
         Command::Demo(args) => commands::demo::run(&args, &output),
+        Command::Explain(args) => commands::explain::run(&args, &output),
     }
 }
 

@@ -2,8 +2,9 @@
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
-use std::fs::{File, OpenOptions};
-use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::fs::{File, Metadata, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use train::run::Step;
 
@@ -79,22 +80,51 @@ impl MetricsFile {
     }
 }
 
-/// All lines of the file in `folder`, in order; none if there is no such file. What is no line of metrics, such as one that a
-/// crash left unfinished, is left out.
+/// The last line of `step` in the file in `folder`; `None` if there is none, or no such file. The file is read from its end, a
+/// block at a time, however long it is. What is no line of metrics, such as one that a crash left unfinished, is left out.
 ///
 /// # Errors
 /// If the file is there and cannot be read.
-pub(crate) fn read(folder: &Path) -> anyhow::Result<Vec<Metrics>> {
+pub(crate) fn last_of(folder: &Path, step: u64) -> anyhow::Result<Option<Metrics>> {
     let path = folder.join(FILE_NAME);
     let reading = || format!("reading `{}`", path.display());
-    let file = match File::open(&path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(error).with_context(reading),
-    };
-    let lines: Vec<Vec<u8>> =
-        BufReader::new(file).split(b'\n').collect::<io::Result<_>>().with_context(reading)?;
-    Ok(lines.iter().filter_map(|line| serde_json::from_slice(line).ok()).collect())
+    match std::fs::metadata(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        found if !found.as_ref().is_ok_and(Metadata::is_file) => {
+            // To open a pipe would wait for somebody who writes.
+            let error =
+                found.err().unwrap_or_else(|| io::Error::new(io::ErrorKind::IsADirectory, "it is no file"));
+            return Err(error).with_context(reading);
+        }
+        _ => {}
+    }
+    let file = File::open(&path).with_context(reading)?;
+    find_from_end(&file, BLOCK_BYTES, step).with_context(reading)
+}
+
+/// Bytes that are read at a time; a line is far shorter.
+const BLOCK_BYTES: u64 = 64 << 10;
+
+fn find_from_end(file: &File, block_bytes: u64, step: u64) -> io::Result<Option<Metrics>> {
+    let mut end = file.metadata()?.len();
+    // Of the line whose beginning lies in the block before.
+    let mut rest = Vec::new();
+    while end > 0 {
+        let start = end.saturating_sub(block_bytes);
+        let mut block = vec![0; (end - start) as usize];
+        file.read_exact_at(&mut block, start)?;
+        block.append(&mut rest);
+        let mut lines: Vec<&[u8]> = block.split(|byte| *byte == b'\n').collect();
+        let first = if start > 0 { lines.remove(0) } else { &[] };
+        let metrics = lines.iter().rev().filter_map(|line| serde_json::from_slice::<Metrics>(line).ok());
+        if let Some(found) = metrics.into_iter().find(|line| line.step == step) {
+            return Ok(Some(found));
+        }
+        // What is longer than a block is no line of metrics.
+        rest = if first.len() as u64 <= block_bytes { first.to_vec() } else { Vec::new() };
+        end = start;
+    }
+    Ok(None)
 }
 
 #[cfg(test)]
@@ -112,13 +142,23 @@ mod tests {
             tokens_per_second: 1.5,
             consumed_samples: 8,
         };
-        assert_eq!(read(folder.path()).unwrap(), []);
+        assert_eq!(last_of(folder.path(), 1).unwrap(), None);
         let first = line(1, Some(f64::from_bits(0x4015_f8a0_b3c1_d2e7)));
         MetricsFile::append_to(folder.path()).unwrap().append(&first).unwrap();
         let path = folder.path().join(FILE_NAME);
         OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"step\":2,\"lo").unwrap();
         let second = line(2, None);
         MetricsFile::append_to(folder.path()).unwrap().append(&second).unwrap();
-        assert_eq!(read(folder.path()).unwrap(), [first, second]);
+        assert_eq!(last_of(folder.path(), 1).unwrap(), Some(first.clone()));
+        assert_eq!(last_of(folder.path(), 2).unwrap(), Some(second.clone()));
+        assert_eq!(last_of(folder.path(), 3).unwrap(), None);
+        // The last line of a step counts, wherever the borders of blocks lie.
+        let again = line(1, Some(4.0));
+        MetricsFile::append_to(folder.path()).unwrap().append(&again).unwrap();
+        let file = File::open(&path).unwrap();
+        for block_bytes in 200..400 {
+            assert_eq!(find_from_end(&file, block_bytes, 1).unwrap(), Some(again.clone()), "{block_bytes}");
+            assert_eq!(find_from_end(&file, block_bytes, 2).unwrap(), Some(second.clone()), "{block_bytes}");
+        }
     }
 }

@@ -95,6 +95,14 @@ pub(crate) fn complain(text: impl Display) {
     let _ = writeln!(std::io::stderr().lock(), "{text}");
 }
 
+/// `1 step`, `2 steps`.
+pub(crate) fn count(number: impl Into<u64>, thing: &str) -> String {
+    match number.into() {
+        1 => format!("1 {thing}"),
+        number => format!("{number} {thing}s"),
+    }
+}
+
 /// `1.5 GiB`, `0 B`.
 pub(crate) fn human_bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];

@@ -1,17 +1,17 @@
-//! How a command ends: finds the code, the help and the exit code in a chain of errors, and prints it.
+//! How a command ends: finds code and help in a chain of errors, the exit code in the table of codes, and prints it.
+
+pub(crate) mod codes;
 
 use crate::output::complain;
+use ckpt::IoClass;
+use codes::UNKNOWN;
 use miette::{Diagnostic, GraphicalReportHandler, GraphicalTheme, LabeledSpan, NamedSource, SourceCode};
 use serde_json::json;
 use std::error::Error;
 use std::fmt;
-use std::io::{self, IsTerminal};
+use std::io::IsTerminal;
 use std::process::ExitCode;
-use train::backend::cuda::{CompileError, OpenError};
-use train::comm::CommError;
 use train::comm::threads::{Reason, WorldError};
-use train::data::TokenFileError;
-use train::parallel::StepError;
 use train::resume;
 use train::run::RunError;
 use train::step::BuildError;
@@ -21,7 +21,6 @@ use train::step::BuildError;
 #[error("{message}")]
 pub(crate) struct Refusal {
     pub(crate) code: &'static str,
-    pub(crate) exit: u8,
     pub(crate) message: String,
     pub(crate) help: String,
     /// The place in a text that is to blame.
@@ -38,123 +37,54 @@ pub(crate) struct Place {
 }
 
 impl Refusal {
-    /// A refused setting: exit 2.
-    pub(crate) fn usage(code: &'static str, message: impl Into<String>, help: impl Into<String>) -> Self {
-        Refusal { code, exit: 2, message: message.into(), help: help.into(), place: None }
+    pub(crate) fn new(code: &'static str, message: impl Into<String>, help: impl Into<String>) -> Self {
+        Refusal { code, message: message.into(), help: help.into(), place: None }
     }
 }
 
-/// What scripts and people need to know of an error.
-struct Class {
-    code: String,
-    help: Option<String>,
-    exit: u8,
-}
-
-/// The class of one error of a chain; none if it is only context.
-fn class_of(error: &(dyn Error + 'static)) -> Option<Class> {
+/// Code and help of one error of a chain; none if it is only context.
+fn told_by(error: &(dyn Error + 'static)) -> Option<(String, String)> {
     macro_rules! known {
-        ($($error:ty => $exit:expr;)*) => {$(
+        ($($error:ty)*) => {$(
             if let Some(known) = error.downcast_ref::<$error>() {
-                let exit: fn(&$error) -> u8 = $exit;
-                return Some(Class { code: known.code().into(), help: Some(known.help().into()), exit: exit(known) });
+                return Some((known.code().into(), known.help().into()));
             }
         )*};
     }
-    if let Some(run) = error.downcast_ref::<RunError>() {
-        return class_of_run(run);
+    if let Some(RunError::Observer(error)) = error.downcast_ref() {
+        return told_by(&**error);
     }
     known! {
-        mesh::ParallelError => |_| 2;
-        mesh::BatchError => |_| 2;
-        train::config::ConfigError => |_| 2;
-        train::data::TokenFileError => token_file_exit;
-        ckpt::LocationError => ckpt::LocationError::exit_code;
-        ckpt::OpenError => ckpt::OpenError::exit_code;
-        ckpt::StoreError => ckpt::StoreError::exit_code;
-        ckpt::DestinationError => ckpt::DestinationError::exit_code;
-        ckpt::LoadPlanError => ckpt::LoadPlanError::exit_code;
-        ckpt::LoadError => ckpt::LoadError::exit_code;
-        ckpt::SaveError => ckpt::SaveError::exit_code;
-        train::resume::ResumeError => resume_exit;
-        reshard::LayoutChangeError => reshard::LayoutChangeError::exit_code;
-        train::backend::cuda::OpenError => gpu_exit;
+        mesh::ParallelError
+        mesh::BatchError
+        mesh::GroupOptionsError
+        mesh::LayoutError
+        mesh::ScheduleError
+        ckpt::LocationError
+        ckpt::OpenError
+        ckpt::StoreError
+        ckpt::DestinationError
+        ckpt::LoadPlanError
+        ckpt::LoadError
+        ckpt::SavePlanError
+        ckpt::SaveError
+        reshard::LayoutChangeError
+        train::backend::BackendError
+        train::backend::cuda::OpenError
+        train::comm::CommError
+        train::config::ConfigError
+        train::data::TokenFileError
+        train::data::sampler::EmptyEpoch
+        train::parallel::StepError
+        train::resume::ResumeError
+        train::run::RunError
+        train::step::BuildError
     }
     if let Some(refusal) = error.downcast_ref::<Refusal>() {
-        return Some(Class {
-            code: refusal.code.into(),
-            help: Some(refusal.help.clone()),
-            exit: refusal.exit,
-        });
+        return Some((refusal.code.into(), refusal.help.clone()));
     }
-    if let Some(schedule) = error.downcast_ref::<mesh::ScheduleError>() {
-        let help = "check --lr, --min-lr, --train-iters, the --lr-… and the weight decay flags".to_owned();
-        return Some(Class { code: schedule.code().into(), help: Some(help), exit: 2 });
-    }
-    error.downcast_ref::<io::Error>().map(class_of_io)
-}
-
-/// The class of a run's failure. Its variants are transparent, so what they hold is not in the chain of causes.
-fn class_of_run(error: &RunError) -> Option<Class> {
-    let class =
-        |code: &str, exit, help: &str| Some(Class { code: code.into(), help: Some(help.into()), exit });
-    match error {
-        RunError::Config(error) => class_of(error),
-        RunError::Schedule(error) => class_of(error),
-        RunError::Batch(error) => class_of(error),
-        RunError::Resume(error) => class_of(error),
-        RunError::Tokens(error) => class_of(error),
-        RunError::Save { source, .. } => class_of(source),
-        RunError::Observer(error) => class_of(&**error),
-        RunError::Build(BuildError::Device(_)) => class(
-            "RM8004",
-            8,
-            "a smaller micro-batch, or more ranks on more devices, need less memory on each",
-        ),
-        RunError::Build(_) => class("RM2003", 2, "pick a layout that divides the model"),
-        RunError::EmptyEpoch(_) => class("RM6003", 2, "use --epoch-tail span or pad, or a smaller batch"),
-        RunError::NotFinite { .. } => class(
-            "RM3201",
-            1,
-            "a lower --lr, a longer warm-up or a smaller --clip-grad may help; the last save is intact",
-        ),
-        RunError::Step(StepError::Comm(error)) | RunError::Comm(error) => {
-            class(error.code(), comm_exit(error), error.help())
-        }
-        RunError::Step(StepError::Backend(_)) => class("RM3203", 70, "the device's words say what failed"),
-    }
-}
-
-/// A rank that was too slow may be in time the next time; ranks that disagree will again.
-fn comm_exit(error: &CommError) -> u8 {
-    if matches!(error, CommError::TimedOut { .. }) { 5 } else { 70 }
-}
-
-/// A GPU, driver or compiler that is not there is not found; one that fails is a failing device.
-fn gpu_exit(error: &OpenError) -> u8 {
-    match error {
-        OpenError::NoDriver | OpenError::NoGpu { .. } | OpenError::Compile(CompileError::Missing) => 3,
-        OpenError::Driver { .. } | OpenError::Compile(CompileError::Refused { .. }) => 70,
-    }
-}
-
-fn resume_exit(error: &resume::ResumeError) -> u8 {
-    use resume::ResumeError;
-    match error {
-        ResumeError::Differs { .. }
-        | ResumeError::MissingStream { .. }
-        | ResumeError::Glob(_)
-        | ResumeError::Placement(_) => 2,
-        ResumeError::Plan(error) => error.exit_code(),
-        ResumeError::Read(error) => error.exit_code(),
-        ResumeError::Field { .. }
-        | ResumeError::Stream(_)
-        | ResumeError::StreamShape { .. }
-        | ResumeError::Random { .. }
-        | ResumeError::Fingerprint { .. } => 6,
-        ResumeError::NotStrict { .. } => 1,
-        ResumeError::Comm(error) => comm_exit(error),
-    }
+    let class = IoClass::of(error.downcast_ref()?);
+    Some((class.code().into(), class.help().into()))
 }
 
 /// Whether a checkpoint is damaged, not absent or out of reach: another one may be taken instead.
@@ -170,39 +100,16 @@ pub(crate) fn is_damage(error: &anyhow::Error) -> bool {
 /// The first rank's failure as an error.
 pub(crate) fn failure(error: WorldError<RunError>) -> anyhow::Error {
     let rank = error.first.rank;
-    let (code, exit, message) = match error.first.reason {
+    let bug = "this is a fault of the program; please report it";
+    let (code, message, help) = match error.first.reason {
         Reason::Error(error) => return error.into(),
-        Reason::Panic(message) => ("RM9002", 101, format!("rank {rank} panicked: {message}")),
-        Reason::NotStarted(reason) => ("RM3202", 8, format!("rank {rank} got no thread: {reason}")),
-        Reason::Silent(error) => ("RM9001", 70, format!("rank {rank}: {error}")),
-    };
-    let help =
-        if exit == 8 { "run with fewer ranks" } else { "this is a fault of the program; please report it" };
-    Refusal { exit, ..Refusal::usage(code, message, help) }.into()
-}
-
-fn token_file_exit(error: &TokenFileError) -> u8 {
-    match error {
-        TokenFileError::Io { source, .. } => class_of_io(source).exit,
-        TokenFileError::Index { .. } | TokenFileError::Length { .. } | TokenFileError::Id { .. } => 6,
-        TokenFileError::TooShort { .. } => 2,
-    }
-}
-
-/// What the system says of a file, under the numbers that stores use.
-fn class_of_io(error: &io::Error) -> Class {
-    use io::ErrorKind;
-    let (code, exit, help) = match error.kind() {
-        ErrorKind::NotFound => ("RM1003", 3, "check the path for a typing error"),
-        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
-            ("RM1004", 4, "check who owns the file and whether it may be read or written")
+        Reason::Panic(message) => ("RM9002", format!("rank {rank} panicked: {message}"), bug),
+        Reason::NotStarted(reason) => {
+            ("RM3202", format!("rank {rank} got no thread: {reason}"), "run with fewer ranks")
         }
-        ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
-            ("RM1005", 8, "free some space or raise the quota, then run again")
-        }
-        _ => ("RM1001", 5, "it is safe to run again"),
+        Reason::Silent(error) => ("RM9001", format!("rank {rank}: {error}"), bug),
     };
-    Class { code: code.into(), help: Some(help.into()), exit }
+    Refusal::new(code, message, help).into()
 }
 
 /// An error as it is shown.
@@ -211,7 +118,7 @@ struct Report {
     code: String,
     message: String,
     cause: Option<Box<Cause>>,
-    help: Option<String>,
+    help: String,
     exit: u8,
     source: Option<(NamedSource<String>, LabeledSpan)>,
 }
@@ -250,7 +157,7 @@ pub(crate) fn usage(error: &clap::Error) -> ExitCode {
     if error.use_stderr() && as_json {
         let text = error.to_string();
         let message = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
-        return report(&Refusal::usage("RM6001", message, "`--help` lists the flags").into(), true);
+        return report(&Refusal::new("RM6001", message, "`--help` lists the flags").into(), true);
     }
     // Where nobody reads it, there is nobody to tell.
     let _ = error.print();
@@ -259,11 +166,9 @@ pub(crate) fn usage(error: &clap::Error) -> ExitCode {
 
 impl Report {
     fn of(error: &anyhow::Error) -> Report {
-        let class = error.chain().find_map(class_of).unwrap_or_else(|| Class {
-            code: "RM9000".into(),
-            help: Some("this is a fault of the program; please report it".into()),
-            exit: 70,
-        });
+        let unknown = || (UNKNOWN.to_owned(), "this is a fault of the program; please report it".to_owned());
+        let (code, help) = error.chain().find_map(told_by).unwrap_or_else(unknown);
+        let exit = codes::find(&code).expect("a test compares the table with all codes").exit;
         // A cause that its parent's text has already is not said again.
         let mut messages: Vec<String> = Vec::new();
         for cause in error.chain() {
@@ -280,7 +185,7 @@ impl Report {
             let label = LabeledSpan::new_with_span(Some(place.label.clone()), place.span.clone());
             (NamedSource::new(&place.file, place.text.clone()), label)
         });
-        Report { code: class.code, message, cause, help: class.help, exit: class.exit, source }
+        Report { code, message, cause, help, exit, source }
     }
 
     fn render(&self, is_terminal: bool) -> String {
@@ -327,7 +232,7 @@ impl Diagnostic for Report {
     }
 
     fn help<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
-        self.help.as_ref().map(|help| Box::new(help) as _)
+        Some(Box::new(&self.help))
     }
 
     fn source_code(&self) -> Option<&dyn SourceCode> {

@@ -34,7 +34,7 @@ pub use manifest::{
     COMMIT_NAME, Commit, CommitFault, Counters, FORMAT, FileEntry, Header, Random, RunName, RunRecord,
     TableFault, TableFile, TablesError, VERSION, Writer, parse_commit, read_tables,
 };
-pub use open::{Checkpoint, Latest, OpenError, PassedOver, WrongFile};
+pub use open::{Checkpoint, Latest, Listing, OpenError, PassedOver, Stray, WrongFile};
 pub use plan::{
     BadGlob, Differing, LoadPlan, LoadPlanError, Mismatch, OwnShard, PlanDigest, PlannedChunk, ReadItem,
     SavePlan, SavePlanError, Strictness, own_shards, plan_load, plan_save,
@@ -44,6 +44,6 @@ pub use saver::{Exchange, Failure, Readers, SaveError, SaveReport, Saver, Snapsh
 pub use scatter::{BoxIn, copy_box};
 pub use source::{LoadError, ReadReport, Sink, StateSource};
 pub use statistics::{Spread, Statistics};
-pub use store::{LocationError, Store, StoreError};
+pub use store::{IoClass, LocationError, Store, StoreError};
 pub use verify::{Fault, VerifyReport};
 pub use write::ReadState;

@@ -7,8 +7,7 @@ use crate::manifest::{
     COMMIT_NAME, Commit, CommitFault, FileEntry, TableFault, TableFile, TablesError, VERSION, parse_commit,
     read_tables,
 };
-use crate::store::{Store, StoreError};
-use std::collections::BTreeMap;
+use crate::store::{IoClass, Store, StoreError};
 use std::fmt;
 
 /// A whole checkpoint: committed, sealed, with all its files at their sizes and tables that were proved to describe
@@ -27,8 +26,10 @@ pub struct Checkpoint {
 pub enum OpenError {
     #[error("no checkpoint of step {step} in `{root}`{}", nearest_text(.nearest))]
     NoStep { root: String, step: u64, nearest: Vec<u64> },
-    #[error("no checkpoint in `{root}`{}", passed_text(.passed_over))]
-    NoCheckpoint { root: String, passed_over: Vec<PassedOver> },
+    #[error("no checkpoint in `{root}`")]
+    NoCheckpoint { root: String },
+    #[error("no checkpoint in `{root}` is whole{}", passed_text(.passed_over))]
+    NoneWhole { root: String, passed_over: Vec<PassedOver> },
     #[error("step {step} is incomplete: `{folder}` has no {COMMIT_NAME}")]
     NoCommit { step: u64, folder: String },
     #[error("step {step} is incomplete: {}", files_text(.files))]
@@ -47,6 +48,8 @@ pub enum OpenError {
     Catalog { step: u64, source: CatalogFault },
     #[error("step {step}: its tensors have the fingerprint {found} together, its commit says {expected}")]
     Fingerprint { step: u64, expected: Fingerprint, found: Fingerprint },
+    #[error("`{object}` is no file")]
+    NotAFile { object: String },
     #[error("`{object}` is a symbolic link; files of a checkpoint must lie in its folder")]
     Linked { object: String },
     #[error(transparent)]
@@ -80,6 +83,32 @@ pub struct Latest {
     pub checkpoint: Option<Checkpoint>,
     /// Newer steps that are not whole, the newest first.
     pub passed_over: Vec<PassedOver>,
+    /// Names that look like a step's and are none.
+    pub strays: Vec<Stray>,
+}
+
+/// The steps of a run, and what lies between them.
+#[derive(Debug)]
+pub struct Listing {
+    /// Steps that have a folder, ascending; whether they are whole is another question.
+    pub steps: Vec<u64>,
+    /// Names that look like a step's and are none, and names that are no plain text; ascending.
+    pub strays: Vec<Stray>,
+}
+
+/// A name in a run's folder that is passed over.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Stray {
+    /// The name, with the store's; what is not plain text in it is escaped.
+    pub name: String,
+    /// Why.
+    pub why: String,
+}
+
+impl fmt::Display for Stray {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}` is passed over: {}", self.name, self.why)
+    }
 }
 
 impl OpenError {
@@ -89,12 +118,14 @@ impl OpenError {
         match self {
             OpenError::NoStep { .. }
             | OpenError::NoCheckpoint { .. }
+            | OpenError::NoneWhole { .. }
             | OpenError::Version { .. }
             | OpenError::Linked { .. } => false,
             OpenError::NoCommit { .. }
             | OpenError::Files { .. }
             | OpenError::Commit { .. }
             | OpenError::Iteration { .. }
+            | OpenError::NotAFile { .. }
             | OpenError::Checksum { .. }
             | OpenError::Table { .. }
             | OpenError::Catalog { .. }
@@ -111,10 +142,12 @@ impl OpenError {
             OpenError::Version { .. } => "RM4022",
             OpenError::Commit { .. }
             | OpenError::Iteration { .. }
+            | OpenError::NotAFile { .. }
             | OpenError::Checksum { .. }
             | OpenError::Table { .. }
             | OpenError::Catalog { .. }
             | OpenError::Fingerprint { .. } => "RM4021",
+            OpenError::NoneWhole { .. } => "RM4024",
             OpenError::Linked { .. } => "RM4023",
             OpenError::Store(error) => error.code(),
         }
@@ -125,6 +158,9 @@ impl OpenError {
         match self {
             OpenError::NoStep { .. } => "name one of the steps there are, or `@latest`".to_owned(),
             OpenError::NoCheckpoint { .. } => "check the folder, or start a run that saves there".to_owned(),
+            OpenError::NoneWhole { .. } => {
+                "`remesh verify RUN@STEP` lists what is lost of a step; to start afresh, save to another folder".to_owned()
+            }
             OpenError::Version { .. } => {
                 "it was saved by a newer program; update this one, or name an older step".to_owned()
             }
@@ -132,15 +168,6 @@ impl OpenError {
             OpenError::Store(error) => error.help(),
             _ => "use `@latest`, which takes the newest whole step; `remesh verify` lists what is lost"
                 .to_owned(),
-        }
-    }
-
-    /// The process's exit code.
-    pub fn exit_code(&self) -> u8 {
-        match self {
-            OpenError::NoStep { .. } | OpenError::NoCheckpoint { .. } => 3,
-            OpenError::Store(error) => error.exit_code(),
-            _ => 6,
         }
     }
 }
@@ -186,14 +213,24 @@ pub(crate) fn chain_text(error: &dyn std::error::Error) -> String {
     text
 }
 
+impl PassedOver {
+    /// Whether it was a checkpoint once, and no save that did not come to its end.
+    pub fn was_committed(&self) -> bool {
+        !matches!(self.why, OpenError::NoCommit { .. })
+    }
+}
+
 impl Latest {
     /// The checkpoint.
     ///
     /// # Errors
     /// If there is none, with everything that was passed over.
     pub fn require(self, store: &Store) -> Result<Checkpoint, OpenError> {
-        let none = OpenError::NoCheckpoint { root: store.to_string(), passed_over: self.passed_over };
-        self.checkpoint.ok_or(none)
+        let (root, passed_over) = (store.to_string(), self.passed_over);
+        self.checkpoint.ok_or_else(|| match passed_over.is_empty() {
+            true => OpenError::NoCheckpoint { root },
+            false => OpenError::NoneWhole { root, passed_over },
+        })
     }
 }
 
@@ -208,14 +245,47 @@ fn step_of(folder: &str) -> Option<u64> {
 }
 
 impl Store {
+    /// The steps that have a folder, and what only looks like one. Other names are not looked at.
+    ///
+    /// # Errors
+    /// If the root cannot be listed.
+    pub fn listing(&self) -> Result<Listing, StoreError> {
+        let mut listing = Listing { steps: Vec::new(), strays: Vec::new() };
+        for entry in self.entries()? {
+            let (plain, step) = match entry.name.to_str() {
+                Some(name) => (!name.contains(char::is_control), step_of(name)),
+                None => (false, None),
+            };
+            let looks_like_a_step = entry.name.as_encoded_bytes().starts_with(b"iter_");
+            let why = match (step, entry.not_a_folder) {
+                (Some(step), None) => {
+                    listing.steps.push(step);
+                    continue;
+                }
+                (Some(_), Some(why)) => why,
+                (None, _) if looks_like_a_step => {
+                    "a step is `iter_` and its number in seven digits or more".to_owned()
+                }
+                (None, _) if !plain => "its name is no plain text".to_owned(),
+                (None, _) => continue,
+            };
+            let name = match entry.name.to_str() {
+                Some(name) => name.escape_debug().to_string(),
+                None => entry.name.as_encoded_bytes().escape_ascii().to_string(),
+            };
+            listing.strays.push(Stray { name: self.full_name(&name), why });
+        }
+        listing.steps.sort_unstable();
+        listing.strays.sort();
+        Ok(listing)
+    }
+
     /// The steps that have a folder, ascending; whether they are whole is another question.
     ///
     /// # Errors
     /// If the root cannot be listed.
     pub fn steps(&self) -> Result<Vec<u64>, StoreError> {
-        let mut steps: Vec<u64> = self.folders()?.iter().filter_map(|folder| step_of(folder)).collect();
-        steps.sort_unstable();
-        Ok(steps)
+        Ok(self.listing()?.steps)
     }
 
     /// Opens the checkpoint of one step.
@@ -242,15 +312,15 @@ impl Store {
     /// that are links. Steps that are not whole are passed over, and listed.
     pub fn latest(&self, below: Option<u64>) -> Result<Latest, OpenError> {
         let mut passed_over = Vec::new();
-        let steps = self.steps()?;
+        let Listing { steps, strays } = self.listing()?;
         for step in steps.into_iter().rev().filter(|step| below.is_none_or(|below| *step < below)) {
             match Checkpoint::open(self, step) {
-                Ok(checkpoint) => return Ok(Latest { checkpoint: Some(checkpoint), passed_over }),
+                Ok(checkpoint) => return Ok(Latest { checkpoint: Some(checkpoint), passed_over, strays }),
                 Err(why) if why.is_damage() => passed_over.push(PassedOver { step, why }),
                 Err(error) => return Err(error),
             }
         }
-        Ok(Latest { checkpoint: None, passed_over })
+        Ok(Latest { checkpoint: None, passed_over, strays })
     }
 
     /// The steps after `step` that are whole, ascending.
@@ -279,6 +349,9 @@ pub(crate) fn read_commit(store: &Store, step: u64) -> Result<Commit, OpenError>
         Err(error) if error.is_not_found() => {
             return Err(OpenError::NoCommit { step, folder: store.full_name(&folder) });
         }
+        Err(error) if error.class() == IoClass::WrongKind => {
+            return Err(OpenError::NotAFile { object: store.full_name(&path) });
+        }
         Err(error) => return Err(error.into()),
     };
     let object = store.full_name(&path);
@@ -299,13 +372,12 @@ pub(crate) fn check_files(store: &Store, step: u64, files: &[FileEntry]) -> Resu
     if let Some(file) = files.iter().find(|file| store.is_linked(&folder, &file.path)) {
         return Err(OpenError::Linked { object: store.full_name(&format!("{folder}/{}", file.path)) });
     }
-    let there: BTreeMap<String, u64> = store.list(&folder)?;
-    let wrong = |file: &FileEntry| {
-        let found = there.get(&file.path).copied();
+    let sizes = store.sizes(&folder, files.iter().map(|file| file.path.as_str()))?;
+    let wrong = |(file, found): (&FileEntry, Option<u64>)| {
         let object = store.full_name(&format!("{folder}/{}", file.path));
         (found != Some(file.bytes)).then_some(WrongFile { object, expected: file.bytes, found })
     };
-    let wrong: Vec<WrongFile> = files.iter().filter_map(wrong).collect();
+    let wrong: Vec<WrongFile> = files.iter().zip(sizes).filter_map(wrong).collect();
     if wrong.is_empty() { Ok(()) } else { Err(OpenError::Files { step, files: wrong }) }
 }
 

@@ -187,14 +187,6 @@ impl DestinationError {
             DestinationError::Open(error) => error.help(),
         }
     }
-
-    /// The process's exit code.
-    pub fn exit_code(&self) -> u8 {
-        match self {
-            DestinationError::Newer { .. } => 7,
-            DestinationError::Open(error) => error.exit_code(),
-        }
-    }
 }
 
 fn steps_text(steps: &[u64]) -> String {

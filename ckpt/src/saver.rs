@@ -3,16 +3,17 @@
 use crate::catalog::{Catalog, CatalogFault, StoredChunk, StoredObject, StoredTensor};
 use crate::encode::Codec;
 use crate::fingerprint::Fingerprint;
-use crate::manifest::{FileEntry, Header};
-use crate::open::{chain_text, folder_of};
+use crate::manifest::{FileEntry, Header, Writer};
+use crate::open::{chain_text, folder_of, read_commit};
 use crate::plan::{SavePlan, SavePlanError, plan_save};
 use crate::publish::{PublishError, publish};
 use crate::statistics::Moments;
-use crate::store::{Store, StoreError};
+use crate::store::Store;
 use crate::write::{ReadState, WriteError, Written, remove_files, write_packs};
-use mesh::{ProcessGroups, Rank, StateTable};
+use mesh::{ProcessGroups, Rank, StateKind, StateTable, TensorKey};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use std::cell::Cell;
 use std::error::Error;
 use std::fmt;
 
@@ -29,12 +30,19 @@ pub enum Readers {
     First,
 }
 
+/// The code of a save where another run saves.
+const ANOTHER_RUN: &str = "RM7002";
+/// The code of a state that is not finite.
+const NOT_FINITE: &str = "RM3205";
+
 /// Saves a model's checkpoints to one store. Each rank has one, and all call it alike.
 pub struct Saver {
     store: Store,
     exchange: Exchange,
     /// Steps whose checkpoints are whole by their commit and damaged all the same.
     damaged: Vec<u64>,
+    /// The newest step that is this run's own, where nobody else may save.
+    newest_own: Cell<Option<u64>>,
 }
 
 /// The state at one instant, as one rank sees it.
@@ -103,8 +111,6 @@ pub struct Failure {
     pub text: String,
     /// How to mend it.
     pub help: String,
-    /// The process's exit code.
-    pub exit_code: u8,
     /// Whether a commit may be visible, so that no file may be removed.
     may_be_visible: bool,
 }
@@ -127,6 +133,11 @@ impl SaveError {
         }
     }
 
+    /// Whether every later save would fail alike: another run saves here, or the state is spoilt.
+    pub fn is_final(&self) -> bool {
+        matches!(self, SaveError::Failed(failure) if [ANOTHER_RUN, NOT_FINITE].contains(&failure.code.as_str()))
+    }
+
     /// How to mend it.
     pub fn help(&self) -> String {
         match self {
@@ -137,15 +148,6 @@ impl SaveError {
             SaveError::Exchange { .. } => {
                 "see why the other rank ended; the previous checkpoint is intact".to_owned()
             }
-        }
-    }
-
-    /// The process's exit code.
-    pub fn exit_code(&self) -> u8 {
-        match self {
-            SaveError::Failed(failure) => failure.exit_code,
-            SaveError::Disagree { .. } => 2,
-            SaveError::Exchange { .. } => 5,
         }
     }
 }
@@ -165,48 +167,64 @@ enum Fault {
     Publish(#[from] PublishError),
     #[error("rank {sender} sent a report that cannot be understood")]
     Report { sender: Rank, source: postcard::Error },
+    #[error(
+        "another run saves here: step {step}, newer than this run's step {own}, is of run `{}` (process {} on {}, {created})",
+        .owner.run, .owner.pid, .owner.host
+    )]
+    AnotherRun { step: u64, own: u64, owner: Box<Writer>, created: String },
+    #[error("{elements} of the {of} elements of `{key}` are not finite")]
+    NotFinite { key: TensorKey, elements: u64, of: u64 },
 }
 
 impl Fault {
-    fn of_store(error: &StoreError) -> (&'static str, String, u8) {
-        (error.code(), error.help(), error.exit_code())
+    fn code(&self) -> &'static str {
+        match self {
+            Fault::Plan(error) => error.code(),
+            Fault::Write(WriteError::Store(error)) | Fault::Publish(PublishError::Store(error)) => {
+                error.code()
+            }
+            Fault::Publish(PublishError::Unknown { source, .. }) => source.code(),
+            Fault::Write(WriteError::State { .. }) => "RM4034",
+            Fault::Publish(PublishError::Exists { .. }) | Fault::AnotherRun { .. } => ANOTHER_RUN,
+            Fault::NotFinite { .. } => NOT_FINITE,
+            Fault::Publish(PublishError::Open(error)) => error.code(),
+            Fault::Publish(PublishError::Files { .. }) => "RM7012",
+            Fault::Report { .. } => "RM9001",
+            Fault::Attempt(_) => "RM9004",
+            Fault::Catalog(_) => "RM9001",
+        }
     }
 
-    /// Code, help and exit code.
-    fn class(&self) -> (&'static str, String, u8) {
+    fn help(&self) -> String {
         match self {
-            Fault::Plan(error) => (error.code(), error.help(), error.exit_code()),
-            Fault::Write(WriteError::Store(error)) | Fault::Publish(PublishError::Store(error)) => {
-                Fault::of_store(error)
+            Fault::Plan(error) => error.help(),
+            Fault::Write(WriteError::Store(error)) | Fault::Publish(PublishError::Store(error)) => error.help(),
+            Fault::Publish(PublishError::Unknown { source, .. }) => source.help(),
+            Fault::Write(WriteError::State { .. }) => {
+                "the trainer could not give the bytes that its placement says it holds".to_owned()
             }
-            Fault::Publish(PublishError::Unknown { source, .. }) => Fault::of_store(source),
-            Fault::Write(WriteError::State { .. }) => (
-                "RM4034",
-                "the trainer could not give the bytes that its placement says it holds".to_owned(),
-                70,
-            ),
-            Fault::Publish(PublishError::Exists { .. }) => {
-                let help = "two jobs save to one folder: stop one, or give it another folder; to replace newer steps, \
-                            resume with `--overwrite`";
-                ("RM7002", help.to_owned(), 7)
+            Fault::NotFinite { .. } => {
+                "an update made them; a lower --lr or a longer warm-up may help; the checkpoint before is intact".to_owned()
             }
-            Fault::Publish(PublishError::Open(error)) => (error.code(), error.help(), error.exit_code()),
-            Fault::Publish(PublishError::Files { source }) => {
-                let help = "something else removes or changes files in this folder while they are written";
-                (source.code(), help.to_owned(), 5)
+            Fault::Publish(PublishError::Exists { .. }) | Fault::AnotherRun { .. } => {
+                "two jobs save to one folder: stop one, or give it another folder; to replace newer steps, resume with \
+                 `--overwrite`"
+                    .to_owned()
             }
-            Fault::Report { .. } => ("RM9001", "all ranks must run the same program".to_owned(), 70),
-            Fault::Attempt(_) => ("RM9001", "the system gives no random numbers".to_owned(), 70),
-            Fault::Catalog(_) => {
-                ("RM9001", "this is a fault of the program; please report it".to_owned(), 70)
+            Fault::Publish(PublishError::Open(error)) => error.help(),
+            Fault::Publish(PublishError::Files { .. }) => {
+                "something else removes or changes files in this folder while they are written".to_owned()
             }
+            Fault::Report { .. } => "all ranks must run the same program".to_owned(),
+            Fault::Attempt(_) => "see the system's words; it is safe to run again".to_owned(),
+            Fault::Catalog(_) => "this is a fault of the program; please report it".to_owned(),
         }
     }
 
     fn failure(&self, rank: Rank) -> Failure {
-        let (code, help, exit_code) = self.class();
         let may_be_visible = matches!(self, Fault::Publish(error) if error.may_be_visible());
-        Failure { rank, code: code.to_owned(), text: chain_text(self), help, exit_code, may_be_visible }
+        let (code, help) = (self.code().to_owned(), self.help());
+        Failure { rank, code, text: chain_text(self), help, may_be_visible }
     }
 }
 
@@ -223,13 +241,19 @@ struct Proposal {
 impl Saver {
     /// For one rank of a model whose ranks talk through `exchange`.
     pub fn new(store: Store, exchange: Exchange) -> Saver {
-        Saver { store, exchange, damaged: Vec::new() }
+        Saver { store, exchange, damaged: Vec::new(), newest_own: Cell::new(None) }
     }
 
     /// Sets the commits of these steps aside when their turn to be saved comes: damage was found in them while they were
     /// read, which their commits do not show.
     pub fn replacing(self, damaged: &[u64]) -> Saver {
         Saver { damaged: damaged.to_vec(), ..self }
+    }
+
+    /// Expects to be alone in the store: a later step than `step`, or than its own last one, that another run committed
+    /// ends the next save.
+    pub fn going_on_from(self, step: u64) -> Saver {
+        Saver { newest_own: Cell::new(Some(step)), ..self }
     }
 
     /// Where it saves.
@@ -252,7 +276,8 @@ impl Saver {
         let (rank, folder) = (groups.rank(), folder_of(header.iteration));
         let failure = |fault: Fault| fault.failure(rank);
 
-        let planned = propose(&header, table, groups).map_err(failure);
+        let alone = if rank == ranks[0] { self.check_alone(&header) } else { Ok(()) };
+        let planned = alone.and_then(|()| propose(&header, table, groups)).map_err(failure);
         let proposal = planned.as_ref().map(|(proposal, _)| proposal);
         let proposals = self.gather(&proposal, Readers::All, ranks)?;
         let proposals = told_by_all(proposals, ranks, rank).map_err(SaveError::Failed)?;
@@ -271,7 +296,9 @@ impl Saver {
             let answers = self.gather(&said.as_ref(), Readers::All, ranks)?;
             let answers: Vec<Option<SaveReport>> =
                 told_by_all(answers, ranks, rank).map_err(SaveError::Failed)?;
-            Ok(answers.into_iter().flatten().next().expect("the first rank sends the report"))
+            let report = answers.into_iter().flatten().next().expect("the first rank sends the report");
+            self.newest_own.set(self.newest_own.get().map(|_| report.iteration));
+            Ok(report)
         });
         answer.inspect_err(|error| {
             // What all ranks know not to be published goes.
@@ -281,6 +308,24 @@ impl Saver {
             };
             remove_files(&self.store, &folder, &written.packs);
         })
+    }
+
+    /// That no other run has committed a step after the newest of this one. What is damaged is in nobody's way.
+    fn check_alone(&self, header: &Header) -> Result<(), Fault> {
+        let Some(own) = self.newest_own.get() else { return Ok(()) };
+        let steps = self.store.steps().map_err(PublishError::from)?;
+        for step in steps.into_iter().filter(|step| *step > own && !self.damaged.contains(step)) {
+            match read_commit(&self.store, step) {
+                Ok(commit) if commit.writer.run != header.writer.run => {
+                    let (owner, created) = (Box::new(commit.writer), commit.created);
+                    return Err(Fault::AnotherRun { step, own, owner, created });
+                }
+                Ok(_) => {}
+                Err(error) if error.is_damage() => {}
+                Err(error) => return Err(PublishError::from(error).into()),
+            }
+        }
+        Ok(())
     }
 
     /// Sends `own` to the ranks that read it, and returns what this one gets.
@@ -308,6 +353,7 @@ impl Saver {
         parts: Vec<Written>,
     ) -> Result<SaveReport, Fault> {
         let (catalog, packs) = catalog_of(table, plan, parts)?;
+        check_finite(&catalog)?;
         let folder = folder_of(header.iteration);
         let replaces = self.damaged.contains(&header.iteration);
         let commit = publish(&self.store, header, attempt, &catalog, packs, replaces)?;
@@ -364,6 +410,17 @@ fn agree<'a>(proposals: &'a [Proposal], ranks: &[Rank]) -> Result<&'a str, SaveE
         }
     }
     Ok(&own.attempt)
+}
+
+/// That no element of model or optimizer is NaN or infinite: no run could go on from it.
+fn check_finite(catalog: &Catalog) -> Result<(), Fault> {
+    for tensor in catalog.tensors() {
+        let elements = tensor.statistics.map_or(0, |statistics| statistics.nonfinite);
+        if elements > 0 && matches!(tensor.kind, StateKind::Model | StateKind::Optimizer) {
+            return Err(Fault::NotFinite { key: tensor.key.clone(), elements, of: tensor.shape.numel() });
+        }
+    }
+    Ok(())
 }
 
 /// The catalog of what the ranks wrote, proved to be the whole state, and the packs.

@@ -128,13 +128,4 @@ impl LoadError {
             LoadError::Sink { .. } => "the cause says which memory or device failed".to_owned(),
         }
     }
-
-    /// The process's exit code.
-    pub fn exit_code(&self) -> u8 {
-        match self {
-            LoadError::Damaged { .. } => 6,
-            LoadError::Store(error) => error.exit_code(),
-            LoadError::Sink { .. } => 70,
-        }
-    }
 }

@@ -1,5 +1,10 @@
 //! `Store`: where a run's checkpoints lie. Blocking calls over an object store; the runtime is hidden here.
 
+mod error;
+
+use error::MEGATRON_TRACKER;
+pub use error::{IoClass, LocationError, StoreError};
+
 use bytes::Bytes;
 use futures::stream::{StreamExt, TryStreamExt};
 use object_store::local::LocalFileSystem;
@@ -10,6 +15,7 @@ use object_store::{
     RenameTargetMode,
 };
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fmt;
 use std::io;
 use std::ops::Range;
@@ -41,176 +47,6 @@ pub struct Store {
     local: Option<Arc<PathBuf>>,
 }
 
-/// A location that names no store.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
-pub enum LocationError {
-    #[error("there is no folder `{}`", .path.display())]
-    NoFolder { path: PathBuf },
-    #[error("a file lies where the folder `{}`, or one above it, should be", .path.display())]
-    NotAFolder { path: PathBuf },
-    #[error("the folder `{}` cannot be used", .path.display())]
-    Folder { path: PathBuf, source: io::Error },
-    #[error("`{location}`: no store is called `{scheme}`")]
-    Scheme { location: String, scheme: String },
-}
-
-impl LocationError {
-    fn of_io(path: PathBuf, source: io::Error) -> LocationError {
-        match source.kind() {
-            io::ErrorKind::NotFound => LocationError::NoFolder { path },
-            io::ErrorKind::NotADirectory | io::ErrorKind::AlreadyExists => LocationError::NotAFolder { path },
-            _ => LocationError::Folder { path, source },
-        }
-    }
-
-    /// The error's number.
-    pub fn code(&self) -> &'static str {
-        match self {
-            LocationError::NoFolder { .. } => "RM4012",
-            LocationError::NotAFolder { .. } => "RM1006",
-            LocationError::Folder { source, .. } => Class::of_io(source.kind()).code(),
-            LocationError::Scheme { .. } => "RM1002",
-        }
-    }
-
-    /// How to mend it.
-    pub fn help(&self) -> String {
-        match self {
-            LocationError::NoFolder { .. } => "check the path for a typing error".to_owned(),
-            LocationError::NotAFolder { .. } => "give the folder that holds a run's steps".to_owned(),
-            LocationError::Folder { source, .. } => Class::of_io(source.kind()).help().to_owned(),
-            LocationError::Scheme { .. } => "give a folder, `file://…` or `memory://`".to_owned(),
-        }
-    }
-
-    /// The process's exit code.
-    pub fn exit_code(&self) -> u8 {
-        match self {
-            LocationError::NoFolder { .. } | LocationError::NotAFolder { .. } => 3,
-            LocationError::Folder { source, .. } => Class::of_io(source.kind()).exit_code(),
-            LocationError::Scheme { .. } => 2,
-        }
-    }
-}
-
-/// A call to the store that failed.
-#[derive(Debug, thiserror::Error)]
-pub struct StoreError {
-    /// What was done, such as `writing`.
-    pub doing: &'static str,
-    /// To which object, with the store's name.
-    pub object: String,
-    /// Bytes that were to be moved, where that is known.
-    pub bytes: Option<u64>,
-    /// The store's words.
-    pub source: Box<object_store::Error>,
-}
-
-impl fmt::Display for StoreError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} `{}`", self.doing, self.object)?;
-        if let Some(bytes) = self.bytes {
-            write!(f, " ({bytes} bytes)")?;
-        }
-        write!(f, " failed{}", if self.class() == Class::Full { ": no space is left" } else { "" })
-    }
-}
-
-/// What kind of trouble a store has; decides code, help and exit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Class {
-    Failed,
-    NotFound,
-    Denied,
-    Full,
-}
-
-impl Class {
-    fn of_io(kind: io::ErrorKind) -> Class {
-        match kind {
-            io::ErrorKind::NotFound => Class::NotFound,
-            io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => Class::Denied,
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
-                Class::Full
-            }
-            _ => Class::Failed,
-        }
-    }
-
-    fn code(self) -> &'static str {
-        match self {
-            Class::Failed => "RM1001",
-            Class::NotFound => "RM1003",
-            Class::Denied => "RM1004",
-            Class::Full => "RM1005",
-        }
-    }
-
-    fn help(self) -> &'static str {
-        match self {
-            Class::Failed => "it is safe to run again",
-            Class::NotFound => "check the path for a typing error",
-            Class::Denied => "check who owns the folder and whether it can be written",
-            Class::Full => "free some space or raise the quota, then run again; nothing half-written stays",
-        }
-    }
-
-    fn exit_code(self) -> u8 {
-        match self {
-            Class::Failed => 5,
-            Class::NotFound => 3,
-            Class::Denied => 4,
-            Class::Full => 8,
-        }
-    }
-}
-
-impl StoreError {
-    fn class(&self) -> Class {
-        match *self.source {
-            object_store::Error::NotFound { .. } => return Class::NotFound,
-            object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. } => {
-                return Class::Denied;
-            }
-            _ => {}
-        }
-        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&*self.source);
-        while let Some(error) = cause {
-            if let Some(io) = error.downcast_ref::<io::Error>() {
-                return Class::of_io(io.kind());
-            }
-            cause = error.source();
-        }
-        Class::Failed
-    }
-
-    /// Whether the object is not there.
-    pub fn is_not_found(&self) -> bool {
-        self.class() == Class::NotFound
-    }
-
-    /// Whether an object was to be created that is there already.
-    pub(crate) fn is_already_there(&self) -> bool {
-        matches!(*self.source, object_store::Error::AlreadyExists { .. })
-    }
-
-    /// The error's number.
-    pub fn code(&self) -> &'static str {
-        self.class().code()
-    }
-
-    /// How to mend it.
-    pub fn help(&self) -> String {
-        self.class().help().to_owned()
-    }
-
-    /// The process's exit code.
-    pub fn exit_code(&self) -> u8 {
-        self.class().exit_code()
-    }
-}
-
 impl fmt::Display for Store {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(&self.name)
@@ -233,7 +69,7 @@ impl Store {
         }
     }
 
-    /// Like [`Store::open`], and makes the folder, durably, if there is none.
+    /// Like [`Store::open`], to save there: makes the folder, durably, if there is none, and refuses that of another program.
     ///
     /// # Errors
     /// See [`LocationError`].
@@ -245,6 +81,9 @@ impl Store {
         };
         let path = std::path::absolute(path)
             .map_err(|source| LocationError::Folder { path: PathBuf::from(path), source })?;
+        if path.join(MEGATRON_TRACKER).exists() {
+            return Err(LocationError::Megatron { path });
+        }
         make_folder(&path).map_err(|source| LocationError::of_io(path.clone(), source))?;
         Store::open_folder(path)
     }
@@ -284,21 +123,55 @@ impl Store {
         move |source| StoreError { doing, object: object.clone(), bytes, source: Box::new(source) }
     }
 
-    /// Names of the folders directly under the root.
-    pub(crate) fn folders(&self) -> Result<Vec<String>, StoreError> {
-        if let Some(root) = &self.local {
-            // The client lists nothing, and says nothing, where the folder is gone.
-            std::fs::read_dir(root.as_path())
-                .map_err(|source| self.error("listing", "", None)(of_io(source)))?;
-        }
-        let listed = RUNTIME
-            .block_on(self.client.list_with_delimiter(None))
-            .map_err(self.error("listing", "", None))?;
-        Ok(listed.common_prefixes.iter().filter_map(|path| path.filename().map(str::to_owned)).collect())
+    /// What lies directly under the root; of stores that are no local folder, the folders.
+    pub(crate) fn entries(&self) -> Result<Vec<Entry>, StoreError> {
+        let failed = self.error("listing", "", None);
+        let Some(root) = &self.local else {
+            let listed = RUNTIME.block_on(self.client.list_with_delimiter(None)).map_err(failed)?;
+            let names = listed.common_prefixes.iter().filter_map(|path| path.filename());
+            return Ok(names.map(|name| Entry { name: name.into(), not_a_folder: None }).collect());
+        };
+        // Not by the client: one odd name would fail its whole listing.
+        std::fs::read_dir(root.as_path())
+            .and_then(|entries| {
+                entries
+                    .map(|entry| {
+                        let entry = entry?;
+                        let not_a_folder = match std::fs::metadata(entry.path()) {
+                            Ok(found) if found.is_dir() => None,
+                            Ok(_) => Some("it is no folder".to_owned()),
+                            Err(error) => Some(error.to_string()),
+                        };
+                        Ok(Entry { name: entry.file_name(), not_a_folder })
+                    })
+                    .collect()
+            })
+            .map_err(|source| failed(of_io(source)))
+    }
+
+    /// The lengths of files in `folder`, in the order of `paths`; `None` for what is missing.
+    pub(crate) fn sizes<'a>(
+        &self,
+        folder: &str,
+        paths: impl Iterator<Item = &'a str>,
+    ) -> Result<Vec<Option<u64>>, StoreError> {
+        let Some(root) = &self.local else {
+            let there = self.list(folder)?;
+            return Ok(paths.map(|path| there.get(path).copied()).collect());
+        };
+        // One by one: what else lies there, under whatever name, is nobody's business.
+        let size = |path: &str| match std::fs::symlink_metadata(root.join(folder).join(path)) {
+            Ok(found) => Ok(Some(if found.is_file() { found.len() } else { 0 })),
+            Err(source) => match IoClass::of(&source) {
+                IoClass::NotFound | IoClass::WrongKind => Ok(None),
+                _ => Err(self.error("looking at", &format!("{folder}/{path}"), None)(of_io(source))),
+            },
+        };
+        paths.map(size).collect()
     }
 
     /// Every object under `folder` with its length, by its path in the folder.
-    pub(crate) fn list(&self, folder: &str) -> Result<BTreeMap<String, u64>, StoreError> {
+    fn list(&self, folder: &str) -> Result<BTreeMap<String, u64>, StoreError> {
         let prefix = Path::from(folder);
         RUNTIME
             .block_on(async {
@@ -321,6 +194,12 @@ impl Store {
     /// A whole object.
     pub(crate) fn get(&self, path: &str) -> Result<Bytes, StoreError> {
         let location = Path::from(path);
+        let found = self.local.as_ref().and_then(|root| std::fs::metadata(root.join(path)).ok());
+        if found.is_some_and(|found| !found.is_file()) {
+            // To open a pipe would wait for somebody who writes.
+            let source = io::Error::new(io::ErrorKind::IsADirectory, "it is no file");
+            return Err(self.error("reading", path, None)(of_io(source)));
+        }
         RUNTIME
             .block_on(async { self.client.get(&location).await?.bytes().await })
             .map_err(self.error("reading", path, None))
@@ -382,6 +261,15 @@ impl Store {
         }
     }
 
+    /// Removes the folders on the way to `path` that hold nothing; where somebody else just puts something in, they stay.
+    fn remove_empty_folders(&self, path: &str) {
+        let Some(root) = &self.local else { return };
+        let folders = std::path::Path::new(path).ancestors().skip(1);
+        let mut below_root = folders.filter(|path| !path.as_os_str().is_empty());
+        // The first that holds something ends it, and so would those above.
+        let _ = below_root.try_for_each(|folder| std::fs::remove_dir(root.join(folder)));
+    }
+
     /// Renames an object; an object with the new name is left alone and is an error.
     pub(crate) fn rename(&self, from: &str, to: &str) -> Result<(), StoreError> {
         let options = RenameOptions::new().with_target_mode(RenameTargetMode::Create);
@@ -400,6 +288,13 @@ impl Store {
             std::fs::symlink_metadata(&at).is_ok_and(|found| found.is_symlink())
         })
     }
+}
+
+/// Something directly under the root.
+pub(crate) struct Entry {
+    pub(crate) name: OsString,
+    /// Why it cannot be used as a folder.
+    pub(crate) not_a_folder: Option<String>,
 }
 
 /// A large object that is being written.
@@ -455,6 +350,7 @@ impl Upload {
         if let Err(error) = aborted {
             tracing::warn!(object = self.store.full_name(&self.path), %error, "an unfinished upload is left over");
         }
+        self.store.remove_empty_folders(&self.path);
     }
 }
 

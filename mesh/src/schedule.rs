@@ -168,6 +168,22 @@ impl ScheduleError {
     pub fn code(&self) -> &'static str {
         "RM6010"
     }
+
+    /// How to mend it.
+    pub fn help(&self) -> String {
+        match self {
+            ScheduleError::NotInSamples => {
+                "the checkpoint is of another program; `--override-opt_param-scheduler` takes the schedule from flags"
+            }
+            ScheduleError::NoLength { .. } => "give a run of at least one step",
+            ScheduleError::TooLong { .. } => "give fewer iterations, or a smaller global batch",
+            ScheduleError::Warmup { .. } => "give a shorter warm-up, or a longer decay",
+            ScheduleError::Wsd { .. } => "give a shorter last phase, or a longer decay",
+            ScheduleError::LearningRates { .. } => "check `--lr`, `--min-lr` and `--lr-warmup-init`: finite, at least 0",
+            ScheduleError::WeightDecay { .. } => "check `--weight-decay`: finite, at least 0",
+        }
+        .to_owned()
+    }
 }
 
 impl ScheduleConfig {

@@ -155,11 +155,6 @@ impl LayoutChangeError {
             LayoutChangeError::Pipeline(error) => error.help(),
         }
     }
-
-    /// The process's exit code.
-    pub fn exit_code(&self) -> u8 {
-        2
-    }
 }
 
 /// A tensor that one of the layouts does not divide.

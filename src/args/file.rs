@@ -23,7 +23,7 @@ pub(crate) fn read(path: &Path) -> anyhow::Result<TrainArgs> {
 
 fn move_in<T>(key: &str, to: &mut Option<T>, from: &mut Option<T>, file: &str) -> Result<(), Refusal> {
     match from.take() {
-        Some(_) if to.is_some() => Err(Refusal::usage(
+        Some(_) if to.is_some() => Err(Refusal::new(
             "RM6003",
             format!("`{key}` is in [training] and in [parallelism] of `{file}`"),
             "leave one of them out",
@@ -44,7 +44,7 @@ fn refusal(error: &toml::de::Error, file: String, text: &str) -> Refusal {
     };
     let Some(unknown) = message.strip_prefix("unknown field `").and_then(|rest| rest.split_once('`')) else {
         let help = "a value has the type that `remesh train --help` tells for the flag of the same name";
-        return Refusal { place: place("here"), ..Refusal::usage("RM6003", message, help) };
+        return Refusal { place: place("here"), ..Refusal::new("RM6003", message, help) };
     };
     let (key, known) = (unknown.0, quoted(unknown.1));
     let table = text[..span.start].lines().rev().find_map(|line| line.trim().strip_prefix('['));
@@ -58,7 +58,7 @@ fn refusal(error: &toml::de::Error, file: String, text: &str) -> Refusal {
         Some(nearest) if strsim::jaro_winkler(key, nearest) > 0.85 => format!("did you mean `{nearest}`?"),
         _ => format!("known here: {}", known.join(", ")),
     };
-    Refusal { place: place("not a known key"), ..Refusal::usage("RM6002", message, help) }
+    Refusal { place: place("not a known key"), ..Refusal::new("RM6002", message, help) }
 }
 
 /// Whether the line of this byte is a `[table]` line.

@@ -200,7 +200,7 @@ impl MegatronFlags {
         if refused.is_empty() {
             return Ok(without_effect);
         }
-        Err(Refusal::usage("RM6005", refused.join("; "), format!("leave out {}", names.join(" "))))
+        Err(Refusal::new("RM6005", refused.join("; "), format!("leave out {}", names.join(" "))))
     }
 }
 
@@ -215,7 +215,7 @@ impl MegatronFlags {
                 (PER_TOKEN_LOSS, _) if args.training.loss_average == Some(LossAverage::Sample) => {
                     let message =
                         format!("`--{PER_TOKEN_LOSS}` and `--loss-average sample` contradict each other");
-                    return Err(Refusal::usage("RM6003", message, "leave one of them out"));
+                    return Err(Refusal::new("RM6003", message, "leave one of them out"));
                 }
                 (ROTARY, _)
                     if args.model.position_embedding_type == Some(PositionEmbeddingType::LearnedAbsolute) =>
@@ -223,7 +223,7 @@ impl MegatronFlags {
                     let message = format!(
                         "`--{ROTARY}` and `--position-embedding-type learned_absolute` contradict each other"
                     );
-                    return Err(Refusal::usage("RM6003", message, "leave one of them out"));
+                    return Err(Refusal::new("RM6003", message, "leave one of them out"));
                 }
                 (PER_TOKEN_LOSS, _) => args.training.loss_average = Some(LossAverage::Token),
                 // What the checkpoint has and the model does not want is ignored.

@@ -5,6 +5,8 @@ use crate::args::{
     DecayStyle, ModelArgs, NumericsArg, PositionEmbeddingType, TrainArgs, TrainingArgs, WsdStyle,
 };
 use crate::location::local_folder;
+use crate::memory;
+use crate::output::count;
 use crate::report::Refusal;
 use mesh::{
     BatchSchedule, GroupOptions, LrDecayStyle, ParallelArgs, ParallelConfig, Ramp, ScheduleConfig,
@@ -55,13 +57,13 @@ pub(crate) fn require(args: &TrainArgs) -> Result<(), Refusal> {
         [] => return Ok(()),
         ["data-path"] => {
             let help = "`remesh data tokenize FILE -o PREFIX` makes one";
-            Refusal::usage("RM6004", "`--data-path` is not set", help)
+            Refusal::new("RM6004", "`--data-path` is not set", help)
         }
         [flag] => missing(flag),
         _ => {
             let help = "give them, or the same names with underscores in the configuration file; `remesh train --help` \
                         explains each";
-            Refusal::usage("RM6004", format!("{} are not set", names.join(", ")), help)
+            Refusal::new("RM6004", format!("{} are not set", names.join(", ")), help)
         }
     })
 }
@@ -84,10 +86,10 @@ pub(crate) fn parallel(said: &Said) -> anyhow::Result<ParallelConfig> {
 }
 
 /// The configuration of a run over `parallel`. `vocab_size` is the data's. What goes on from `saved` keeps its schedule and
-/// numerics as far as nothing else is said.
+/// numerics as far as nothing else is said. It is not checked: where it goes on from another run, what differs is said first.
 ///
 /// # Errors
-/// A setting that has no default and was not said, was said twice, or cannot be trained.
+/// A setting that has no default and was not said, or was said twice.
 pub(crate) fn config(
     args: &TrainArgs,
     parallel: ParallelConfig,
@@ -109,10 +111,11 @@ pub(crate) fn config(
             .ok_or_else(|| missing("train-iters"))?;
     let train_iters = batch.steps_within(train_samples);
     if train_iters == 0 {
-        return Err(Refusal::usage(
+        return Err(Refusal::new(
             "RM6003",
             format!(
-                "{train_samples} samples of training are less than a global batch of {}",
+                "{} of training, less than a global batch of {}",
+                count(train_samples, "sample"),
                 batch.size_at(0)
             ),
             "give more --train-samples, or at least one of --train-iters",
@@ -121,9 +124,9 @@ pub(crate) fn config(
     }
     let saved_schedule = saved.map(|saved| &saved.schedule);
     let saved_schedule = saved_schedule.filter(|_| training.override_opt_param_scheduler != Some(true));
-    let config = TrainConfig {
+    Ok(TrainConfig {
         schedule: schedule(training, train_samples, &batch, saved_schedule)?,
-        optimizer: optimizer(training)?,
+        optimizer: optimizer(training),
         numerics,
         precision,
         seed: training.seed.unwrap_or(1234),
@@ -135,9 +138,7 @@ pub(crate) fn config(
         model,
         parallel,
         batch,
-    };
-    config.check()?;
-    Ok(config)
+    })
 }
 
 /// What is said goes over what was saved, and that over the defaults of canonical numerics.
@@ -155,7 +156,7 @@ fn numerics(
             let message = "leaves and blocks are set, which fast numerics do not have";
             let help =
                 "leave out --canonical-leaf-tokens and --canonical-tp-leaves, or say --numerics canonical";
-            Err(Refusal::usage("RM6003", message, help))
+            Err(Refusal::new("RM6003", message, help))
         }
         (Some(NumericsArg::Fast), _) | (None, Some(Numerics::Fast)) => Ok(Numerics::Fast),
         (_, Some(Numerics::Canonical(saved))) => Ok(Numerics::Canonical(Canonical {
@@ -175,10 +176,14 @@ pub(crate) fn check_flags(args: &TrainArgs, parallel: ParallelConfig) -> Result<
     let may_resume = args.checkpoint.save.is_some() || args.checkpoint.load.is_some();
     let (leaf, tp_leaves) = (args.training.canonical_leaf_tokens, args.training.canonical_tp_leaves);
     let mut args = args.clone();
-    args.training.lr.get_or_insert(f64::MAX);
+    args.training.lr.get_or_insert(f32::MAX.into());
     args.model.vocab_size.get_or_insert(1);
-    let refused = config(&args, parallel, None, None).err();
-    match refused.and_then(|error| error.downcast().ok()) {
+    let config = match config(&args, parallel, None, None) {
+        Ok(config) => config,
+        // What data or a checkpoint may still say.
+        Err(error) => return error.downcast().map_or(Ok(()), Err),
+    };
+    match config.check().and_then(|()| memory::check(&config)).err() {
         // A resume takes them from the checkpoint.
         Some(ConfigError::Leaf { .. }) if may_resume && leaf.is_none() => Ok(()),
         Some(ConfigError::TpLeaves { .. } | ConfigError::TpLeavesOfModel { .. })
@@ -206,7 +211,7 @@ fn batch(args: &TrainingArgs, parallel: &ParallelConfig) -> anyhow::Result<Batch
             let message = format!("`rampup_batch_size` has {} numbers", other.len());
             let help =
                 "give three: samples of the first step, samples added at each level, samples until the end";
-            return Err(Refusal::usage("RM6003", message, help).into());
+            return Err(Refusal::new("RM6003", message, help).into());
         }
     })
 }
@@ -232,7 +237,7 @@ pub(crate) fn step_schedule(
 /// Several optimizer instances, or several levels inside runtime CP.
 pub(crate) fn check_groups(groups: &GroupOptions) -> Result<(), Refusal> {
     let refused = |flag: &str, reason: &str| {
-        Err(Refusal::usage("RM6005", format!("`--{flag}`: {reason}"), format!("leave out --{flag}")))
+        Err(Refusal::new("RM6005", format!("`--{flag}`: {reason}"), format!("leave out --{flag}")))
     };
     if groups.num_distributed_optimizer_instances > 1 {
         return refused("num-distributed-optimizer-instances", "the optimizer has one instance so far");
@@ -245,7 +250,7 @@ pub(crate) fn check_groups(groups: &GroupOptions) -> Result<(), Refusal> {
 
 fn missing(flag: &str) -> Refusal {
     let key = flag.replace('-', "_");
-    Refusal::usage(
+    Refusal::new(
         "RM6004",
         format!("`--{flag}` is not set"),
         format!("give it, or `{key}` in the configuration file"),
@@ -265,7 +270,7 @@ fn model(args: &ModelArgs, vocab_size: Option<usize>, seq_length: usize) -> anyh
     if let (Some(said), Some(ids)) = (args.vocab_size, vocab_size)
         && said < ids
     {
-        return Err(Refusal::usage(
+        return Err(Refusal::new(
             "RM6003",
             format!("`--vocab-size` {said} is less than the {ids} ids of the data's tokenizer"),
             "leave it out, or give at least that",
@@ -305,35 +310,20 @@ fn model(args: &ModelArgs, vocab_size: Option<usize>, seq_length: usize) -> anyh
             (_, Some(true)) => Biases::Qkv,
             _ => Biases::None,
         },
-        norm_epsilon: at_least_0("norm-epsilon", args.norm_epsilon.unwrap_or(1e-5))?,
-        rotary_base: at_least_0("rotary-base", args.rotary_base.unwrap_or(10_000.0))?,
+        norm_epsilon: args.norm_epsilon.unwrap_or(1e-5),
+        rotary_base: args.rotary_base.unwrap_or(10_000.0),
         hidden_dropout: args.hidden_dropout.unwrap_or(0.0),
         attention_dropout: args.attention_dropout.unwrap_or(0.0),
-        init_method_std: at_least_0("init-method-std", args.init_method_std.unwrap_or(0.02))?,
+        init_method_std: args.init_method_std.unwrap_or(0.02),
     })
 }
 
-fn optimizer(args: &TrainingArgs) -> anyhow::Result<OptimizerConfig> {
-    let beta = |what: &'static str, value: f64| match (0.0..1.0).contains(&value) {
-        true => Ok(value),
-        false => Err(ConfigError::Probability { what, value: value.to_string() }),
-    };
-    Ok(OptimizerConfig {
-        adam_beta1: beta("adam-beta1", args.adam_beta1.unwrap_or(0.9))?,
-        adam_beta2: beta("adam-beta2", args.adam_beta2.unwrap_or(0.999))?,
-        adam_eps: at_least_0("adam-eps", args.adam_eps.unwrap_or(1e-8))?,
-        clip_grad: at_least_0("clip-grad", args.clip_grad.unwrap_or(1.0))?,
-    })
-}
-
-fn at_least_0<T: Into<f64> + Copy>(flag: &str, value: T) -> Result<T, Refusal> {
-    match value.into() {
-        number if number.is_finite() && number >= 0.0 => Ok(value),
-        number => Err(Refusal::usage(
-            "RM6003",
-            format!("`--{flag}` is {number}"),
-            format!("give `--{flag}` a finite number of at least 0"),
-        )),
+fn optimizer(args: &TrainingArgs) -> OptimizerConfig {
+    OptimizerConfig {
+        adam_beta1: args.adam_beta1.unwrap_or(0.9),
+        adam_beta2: args.adam_beta2.unwrap_or(0.999),
+        adam_eps: args.adam_eps.unwrap_or(1e-8),
+        clip_grad: args.clip_grad.unwrap_or(1.0),
     }
 }
 
@@ -441,5 +431,5 @@ fn length(
 
 /// Two settings of one thing.
 pub(crate) fn said_twice(key: &str, other: &str) -> Refusal {
-    Refusal::usage("RM6003", format!("`{key}` and `{other}` are both set"), "leave one of them out")
+    Refusal::new("RM6003", format!("`{key}` and `{other}` are both set"), "leave one of them out")
 }

@@ -4,6 +4,7 @@ use crate::args::said::{Said, resolved};
 use crate::args::{RunArgs, resolve};
 use crate::commands::tokenize::Tokenizer;
 use crate::commands::train;
+use crate::memory;
 use crate::output::Output;
 use crate::report::Refusal;
 use ::train::config::TrainConfig;
@@ -66,7 +67,10 @@ fn resolve(said: &Said) -> anyhow::Result<TrainConfig> {
     let parallel = resolve::parallel(said)?;
     let data = said.args.data.data_path.as_deref();
     let vocab_size = data.map(Tokenizer::open).transpose()?.flatten().map(|tokenizer| tokenizer.vocab_size);
-    resolve::config(&said.args, parallel, vocab_size, None)
+    let config = resolve::config(&said.args, parallel, vocab_size, None)?;
+    config.check()?;
+    memory::check(&config)?;
+    Ok(config)
 }
 
 fn show(said: &Said, config: &TrainConfig) -> anyhow::Result<Shown> {
@@ -111,7 +115,7 @@ fn check(said: &Said) -> anyhow::Result<()> {
         _ => {
             let texts: Vec<String> = faults.iter().map(|fault| format!("{fault:#}")).collect();
             let help = "mend one after the other; `remesh config check` says what is left";
-            Err(Refusal::usage("RM6006", texts.join("; "), help).into())
+            Err(Refusal::new("RM6006", texts.join("; "), help).into())
         }
     }
 }

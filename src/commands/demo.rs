@@ -90,7 +90,7 @@ fn compare(folder: &Path, output: &Output) -> anyhow::Result<Comparison> {
     if folder.join("straight").exists() {
         let help = "give another folder, or remove this one";
         let message = format!("`{}` holds a demonstration already", folder.display());
-        return Err(Refusal { exit: 7, ..Refusal::usage("RM7004", message, help) }.into());
+        return Err(Refusal::new("RM7004", message, help).into());
     }
     std::fs::create_dir_all(folder).with_context(|| format!("making `{}`", folder.display()))?;
     for (name, text) in DOCUMENTS {
@@ -125,7 +125,8 @@ fn train(folder: &Path, name: &str, flags: &[String], output: &Output) -> anyhow
     execute(&words, output)?;
     let location = Location { run: save.display().to_string(), step: None };
     let checkpoint = location.open()?;
-    Ok(Trained { metrics: metrics::read(&save)?, digests: digest::digests(&checkpoint)? })
+    let metrics = (1..=checkpoint.step()).filter_map(|step| metrics::last_of(&save, step).transpose());
+    Ok(Trained { metrics: metrics.collect::<anyhow::Result<_>>()?, digests: digest::digests(&checkpoint)? })
 }
 
 /// Says the command and runs it, in this process, without its output.

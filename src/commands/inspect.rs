@@ -1,7 +1,7 @@
 //! `remesh inspect`: what a checkpoint holds, from its commit and tables alone.
 
 use crate::location::Location;
-use crate::output::{Output, human_bytes, saved_layout, table};
+use crate::output::{Output, count, human_bytes, saved_layout, table};
 use ckpt::{Checkpoint, Commit, Fingerprint, StoredTensor};
 use mesh::{DType, DimPlacement, GroupTable, Placement, ProcessGroups, Shape, StateKind};
 use serde::Serialize;
@@ -92,7 +92,8 @@ impl Inspected<'_> {
         let of_kind = || self.tensors.iter().filter(|tensor| tensor.kind == kind);
         let elements: u64 = of_kind().map(|tensor| tensor.shape.numel()).sum();
         let bytes: u64 = of_kind().map(|tensor| tensor.bytes).sum();
-        format!("{} tensors · {elements} elements · {}", of_kind().count(), human_bytes(bytes))
+        let (tensors, elements) = (count(of_kind().count() as u64, "tensor"), count(elements, "element"));
+        format!("{tensors} · {elements} · {}", human_bytes(bytes))
     }
 }
 

@@ -1,6 +1,6 @@
 //! `remesh ls`: the steps of a run, whole or not.
 
-use crate::output::{Output, human_bytes, saved_layout, table};
+use crate::output::{Output, complain, count, human_bytes, saved_layout, table};
 use ckpt::{OpenError, Store};
 use mesh::ParallelLayout;
 use serde::Serialize;
@@ -54,7 +54,9 @@ enum State {
 pub(crate) fn run(args: &LsArgs, output: &Output) -> anyhow::Result<ExitCode> {
     let store = Store::open(&args.run)?;
     let mut checkpoints = Vec::new();
-    for step in store.steps()? {
+    let listing = store.listing()?;
+    listing.strays.iter().for_each(complain);
+    for step in listing.steps {
         let state = match store.checkpoint(step) {
             Ok(checkpoint) => {
                 let commit = checkpoint.commit();
@@ -67,7 +69,6 @@ pub(crate) fn run(args: &LsArgs, output: &Output) -> anyhow::Result<ExitCode> {
                     layout_text: saved_layout(commit),
                 }
             }
-            Err(OpenError::Store(error)) if !error.is_not_found() => return Err(error.into()),
             Err(error) => broken(&error),
         };
         checkpoints.push(Row { step, state });
@@ -92,7 +93,7 @@ impl fmt::Display for Listing {
                 row.step.to_string(),
                 "complete".into(),
                 human_bytes(*bytes),
-                format!("{consumed_samples} samples"),
+                count(*consumed_samples, "sample"),
                 created.clone(),
                 layout_text.clone(),
             ],

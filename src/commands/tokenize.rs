@@ -1,6 +1,6 @@
 //! `remesh data tokenize`: the byte-level tokenizer. Ids 0 to 255 are bytes, 256 ends a document.
 
-use crate::output::Output;
+use crate::output::{Output, count};
 use crate::report::Refusal;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
@@ -65,13 +65,10 @@ impl Tokenizer {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error).with_context(|| format!("reading `{}`", path.display())),
         };
-        let tokenizer = serde_json::from_slice(&text).map_err(|error| Refusal {
-            exit: 6,
-            ..Refusal::usage(
-                "RM1024",
-                format!("`{}` is no tokenizer: {error}", path.display()),
-                "write it anew with `remesh data tokenize`, or remove it and give --vocab-size",
-            )
+        let tokenizer = serde_json::from_slice(&text).map_err(|error| {
+            let message = format!("`{}` is no tokenizer: {error}", path.display());
+            let help = "write it anew with `remesh data tokenize`, or remove it and give --vocab-size";
+            Refusal::new("RM1025", message, help)
         })?;
         Ok(Some(tokenizer))
     }
@@ -117,9 +114,7 @@ pub(crate) fn run(args: &TokenizeArgs, output: &Output) -> anyhow::Result<ExitCo
         let own = std::fs::canonicalize(path).with_context(|| format!("opening `{}`", path.display()))?;
         if written.contains(&Some(own)) {
             let message = format!("`{}` is a document, and would be written over", path.display());
-            return Err(
-                Refusal { exit: 7, ..Refusal::usage("RM7004", message, "give -o another prefix") }.into()
-            );
+            return Err(Refusal::new("RM7004", message, "give -o another prefix").into());
         }
     }
     let tokens = write(&args.output, args.files.iter().map(open))?;
@@ -137,7 +132,8 @@ impl fmt::Display for Tokenized {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Tokenized { prefix, documents, tokens, vocab_size, .. } = self;
         let prefix = prefix.display();
-        writeln!(f, "{tokens} tokens of {documents} documents, vocabulary {vocab_size}")?;
+        let (tokens, documents) = (count(*tokens, "token"), count(*documents as u64, "document"));
+        writeln!(f, "{tokens} of {documents}, vocabulary {vocab_size}")?;
         write!(f, "wrote {prefix}.bin, {prefix}.idx and {prefix}.tokenizer.json")
     }
 }

@@ -7,10 +7,11 @@ use crate::args::said::{Said, settings_of};
 use crate::args::{CheckpointArgs, RunArgs, TrainArgs, resolve};
 use crate::commands::tokenize::Tokenizer;
 use crate::device;
-use crate::output::{Output, complain};
+use crate::memory;
+use crate::output::{Output, complain, count};
 use crate::report::{Refusal, failure, is_damage};
 use anyhow::Context;
-use ckpt::Saver;
+use ckpt::{Checkpoint, Saver};
 use mesh::{ParallelConfig, Source};
 use progress::{Line, Progress};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
@@ -88,6 +89,7 @@ fn prepare(command: TrainCommand, output: &Output) -> anyhow::Result<Prepared> {
     }
     let args = said.args;
     resolve::check_flags(&args, parallel)?;
+    check_changes(args.checkpoint.allow_change.as_deref().unwrap_or_default())?;
     let data = args.data.data_path.as_deref().expect("it is required");
     let vocab_size = Tokenizer::open(data)?.map(|tokenizer| tokenizer.vocab_size);
     let tokens = TokenFile::open(data)?;
@@ -112,7 +114,8 @@ fn train_from(
         saved.as_ref().map(|saved| &saved.config),
     )?;
     config.check_batches(continued.map_or(0, |saved| saved.commit().run.counters.consumed_train_samples))?;
-    let data = data_state(&config, &said.tokens)?;
+    memory::check(&config)?;
+    let data = data_state(&config, &said.tokens, continued)?;
     let none = Vec::new();
     let resume = start.checkpoint.as_ref().map(|checkpoint| Resume {
         source: checkpoint,
@@ -126,6 +129,8 @@ fn train_from(
     if let Some(resume) = &resume {
         resume::check(resume, &config, &data)?;
     }
+    // After the comparison: what differs from the checkpoint's run is what is wrong.
+    config.check()?;
     let changes = saved.map(|saved| changes(&saved, &config, &data)).unwrap_or_default();
 
     let device = device::open(said.args.training.device.unwrap_or_default())?;
@@ -140,13 +145,15 @@ fn train_from(
         Some(store) if overwrite => store.set_aside(iteration, &name.run).map(drop),
         _ => Ok(()),
     };
-    let progress = Progress::new(&said.args, &config, start, changes, output)?;
+    let progress = Progress::new(&said.args, &config, start, iteration + 1, changes, output)?;
     if start.checkpoint.is_none() {
+        signals.training_begins();
         set_newer_aside()?;
         progress.line(Line::Fresh { train_iters: config.train_iters });
     }
-    let saver =
-        store.as_ref().map(|store| move |exchange| Saver::new(store.clone(), exchange).replacing(damaged));
+    let saver = store.as_ref().map(|store| {
+        move |exchange| Saver::new(store.clone(), exchange).replacing(damaged).going_on_from(iteration)
+    });
     let job = Job {
         config: &config,
         device,
@@ -166,6 +173,7 @@ fn train_from(
         stop: &signals.stop,
         observer: &|event| {
             if let Event::Resumed(_) = event {
+                signals.training_begins();
                 set_newer_aside()?;
             }
             Ok(progress.observe(event)?)
@@ -173,9 +181,21 @@ fn train_from(
     };
     let end = train::run::run(&job).map_err(|error| failure(*error))?;
     if end.iteration == iteration {
-        output.note(format!("nothing to train: {iteration} of {} steps are done", config.train_iters));
+        output.note(format!("nothing to train: {iteration} of {} done", count(config.train_iters, "step")));
     }
     Ok(end)
+}
+
+/// Checks that every name of `--allow-change` is one that may change.
+fn check_changes(fields: &[String]) -> Result<(), Refusal> {
+    match fields.iter().find(|field| !resume::CHANGEABLE.contains(&field.as_str())) {
+        Some(field) => {
+            let message =
+                format!("`--allow-change {}`: no setting of that name may change", field.escape_debug());
+            Err(Refusal::new("RM6003", message, format!("these may: {}", resume::CHANGEABLE.join(", "))))
+        }
+        None => Ok(()),
+    }
 }
 
 fn selection(args: &CheckpointArgs) -> Selection {
@@ -189,14 +209,18 @@ fn selection(args: &CheckpointArgs) -> Selection {
     }
 }
 
-fn data_state(config: &TrainConfig, tokens: &TokenFile) -> anyhow::Result<DataState> {
+/// The samples of the run, and the next batch of them.
+fn data_state(
+    config: &TrainConfig,
+    tokens: &TokenFile,
+    continued: Option<&Checkpoint>,
+) -> anyhow::Result<DataState> {
     let parallel = &config.parallel;
     let num_samples = tokens.num_samples(parallel.seq_length())?;
-    let sampler =
-        Sampler::new(config.seed, num_samples, &config.batch, config.epoch_tail).map_err(|empty| {
-            Refusal::usage("RM6003", empty.to_string(), "use --epoch-tail span or pad, or a smaller batch")
-        })?;
-    Ok(DataState::new(config, tokens.index_hash(), &sampler, num_samples, 0))
+    let sampler = Sampler::new(config.seed, num_samples, &config.batch, config.epoch_tail)?;
+    let next =
+        continued.map(|checkpoint| resume::next_sample(checkpoint.commit(), num_samples)).transpose()?;
+    Ok(DataState::new(config, tokens, &sampler, num_samples, next.unwrap_or(0))?)
 }
 
 /// What makes the next step another one than the saved run's, although the state is the same.
@@ -229,24 +253,33 @@ fn now() -> String {
     jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
 }
 
-/// SIGINT, SIGTERM and SIGUSR1: the first asks the run to stop after the step in hand, a second ends the process at once.
+/// SIGINT, SIGTERM and SIGUSR1: the first asks the run to stop after the step in hand, a second ends the process at once. So
+/// does the first while state is still being looked for and loaded: there is nothing to save.
 struct Signals {
+    /// Whether training has not begun.
+    is_starting: Arc<AtomicBool>,
     stop: Arc<AtomicBool>,
     first: Arc<AtomicUsize>,
 }
 
 impl Signals {
     fn register() -> anyhow::Result<Self> {
-        let signals = Signals { stop: Arc::default(), first: Arc::default() };
+        let is_starting = Arc::new(AtomicBool::new(true));
+        let signals = Signals { is_starting, stop: Arc::default(), first: Arc::default() };
         for signal in [SIGINT, SIGTERM, SIGUSR1] {
             let (stop, first) = (&signals.stop, &signals.first);
             // In this order, so that only a signal that finds the flag set ends the process.
-            flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(stop))
+            flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&signals.is_starting))
+                .and_then(|_| flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(stop)))
                 .and_then(|_| flag::register_usize(signal, Arc::clone(first), signal as usize))
                 .and_then(|_| flag::register(signal, Arc::clone(stop)))
                 .context("installing signal handlers")?;
         }
         Ok(signals)
+    }
+
+    fn training_begins(&self) {
+        self.is_starting.store(false, Ordering::Relaxed);
     }
 
     fn exit_code(&self, end: RunEnd, saves: bool) -> ExitCode {

@@ -1,7 +1,7 @@
 //! `remesh verify`: whether a checkpoint is as it was written.
 
 use crate::location::Location;
-use crate::output::{Output, complain, human_bytes};
+use crate::output::{Output, complain, count, human_bytes};
 use crate::report::is_damage;
 use ckpt::{Checkpoint, OpenError, Store};
 use serde::Serialize;
@@ -73,6 +73,7 @@ fn open(location: &Location, faults: &mut Vec<String>) -> anyhow::Result<Option<
     }
     let store = Store::open(&location.run)?;
     let latest = store.latest(None)?;
+    latest.strays.iter().for_each(complain);
     for passed in &latest.passed_over {
         match passed.why {
             OpenError::NoCommit { .. } => complain(passed),
@@ -90,17 +91,14 @@ impl fmt::Display for Verified {
         for fault in &self.faults {
             writeln!(f, "BAD  {fault}")?;
         }
-        let Verified { tensors, chunks, bytes_read, faults, .. } = self;
-        match (self.ok, *bytes_read) {
-            (true, 0) => {
-                write!(f, "ok   {tensors} tensors, every element in one of {chunks} chunks; data not read")
-            }
-            (true, bytes) => write!(
-                f,
-                "ok   {tensors} tensors, every element in one of {chunks} chunks; {} read, all as written",
-                human_bytes(bytes)
-            ),
-            (false, _) => write!(f, "{} faults", faults.len()),
+        if !self.ok {
+            return f.write_str(&count(self.faults.len() as u64, "fault"));
+        }
+        let (tensors, chunks) = (count(self.tensors as u64, "tensor"), count(self.chunks as u64, "chunk"));
+        write!(f, "ok   {tensors}, every element in one of {chunks}; ")?;
+        match self.bytes_read {
+            0 => f.write_str("data not read"),
+            bytes => write!(f, "{} read, all as written", human_bytes(bytes)),
         }
     }
 }

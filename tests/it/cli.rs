@@ -3,6 +3,7 @@
 mod damage;
 mod data;
 mod output;
+mod places;
 mod plan;
 mod resume;
 mod run;

@@ -83,3 +83,15 @@ pub struct BackendError {
     /// The device's words.
     pub reason: String,
 }
+
+impl BackendError {
+    /// `RM3203`.
+    pub fn code(&self) -> &'static str {
+        "RM3203"
+    }
+
+    /// How to mend it.
+    pub fn help(&self) -> &'static str {
+        "the device's words say what failed"
+    }
+}

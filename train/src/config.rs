@@ -356,7 +356,7 @@ impl Canonical {
         leaf_tokens: Option<usize>,
         tp_leaves: Option<usize>,
     ) -> Self {
-        let largest_power_of_two = |n: usize| 1usize << n.trailing_zeros();
+        let largest_power_of_two = |n: usize| n & n.wrapping_neg();
         let default_leaf = (largest_power_of_two(seq_length) / 16).clamp(1, Self::LEAF_TOKENS_MAX);
         let default_tp = [Self::TP_LEAVES_MAX, model.num_query_groups, model.ffn_hidden_size]
             .map(largest_power_of_two)
@@ -469,13 +469,23 @@ pub enum ConfigError {
         /// The largest that fits.
         max: u64,
     },
-    /// A probability outside `0..1`.
-    #[error("`{what}` {value} is not in 0..1")]
-    Probability {
+    /// A number outside its range.
+    #[error("`{what}` is {value}")]
+    Range {
         /// Which setting.
         what: &'static str,
         /// Its value, as text.
         value: String,
+        /// What it can be.
+        valid: &'static str,
+    },
+    /// More than the machine has.
+    #[error("this run needs at least {wanted} bytes of memory, and there are {there}")]
+    Memory {
+        /// Bytes that it needs at least.
+        wanted: u64,
+        /// Bytes that the machine has.
+        there: u64,
     },
 }
 
@@ -484,13 +494,14 @@ impl ConfigError {
     pub fn code(&self) -> &'static str {
         match self {
             ConfigError::QueryGroups { .. } => "RM2003",
+            ConfigError::Memory { .. } => "RM2050",
             ConfigError::Leaf { .. } => "RM2030",
             ConfigError::TpLeaves { .. } | ConfigError::TpLeavesOfModel { .. } => "RM2031",
             ConfigError::Pipeline { .. } | ConfigError::Experts { .. } => "RM2032",
             ConfigError::TailOfSchedule { .. }
             | ConfigError::Zero { .. }
             | ConfigError::Indivisible { .. }
-            | ConfigError::Probability { .. }
+            | ConfigError::Range { .. }
             | ConfigError::TooLarge { .. } => "RM6003",
         }
     }
@@ -500,7 +511,7 @@ impl ConfigError {
         match self {
             ConfigError::QueryGroups { groups, .. } => {
                 let sizes: Vec<_> =
-                    (1..=*groups).filter(|tp| groups.is_multiple_of(*tp)).map(|tp| tp.to_string()).collect();
+                    (1..=(*groups).min(1024)).filter(|tp| groups.is_multiple_of(*tp)).map(|tp| tp.to_string()).collect();
                 format!("pick a TP size that divides the query groups: {}", sizes.join(", "))
             }
             ConfigError::Leaf { largest, .. } => format!("the largest leaf that fits is --canonical-leaf-tokens {largest}"),
@@ -523,7 +534,10 @@ impl ConfigError {
                 format!("make `{what}` a multiple of `{by}` ({divisor})")
             }
             ConfigError::TooLarge { what, max, .. } => format!("give `{what}` a value up to {max}"),
-            ConfigError::Probability { what, .. } => format!("give `{what}` a value from 0 up to, not including, 1"),
+            ConfigError::Range { what, valid, .. } => format!("give `{what}` {valid}"),
+            ConfigError::Memory { .. } => {
+                "check the sizes for a typing error; a smaller model, fewer ranks or a smaller batch needs less".to_owned()
+            }
         }
     }
 }
@@ -558,13 +572,7 @@ impl TrainConfig {
                 return Err(ConfigError::Indivisible { what, value, by, divisor });
             }
         }
-        for (what, value) in
-            [("hidden-dropout", m.hidden_dropout), ("attention-dropout", m.attention_dropout)]
-        {
-            if !(0.0..1.0).contains(&value) {
-                return Err(ConfigError::Probability { what, value: value.to_string() });
-            }
-        }
+        self.check_numbers()?;
         self.check_counted()?;
         if self.epoch_tail != EpochTail::Span && !self.batch.is_constant() {
             return Err(ConfigError::TailOfSchedule { tail: self.epoch_tail, batch: self.batch.clone() });
@@ -600,6 +608,80 @@ impl TrainConfig {
     pub fn check_batches(&self, consumed: u64) -> Result<(), BatchError> {
         let until = self.batch.samples_after(self.train_iters).unwrap_or(u64::MAX);
         self.batch.check(&self.parallel, consumed, until)
+    }
+
+    /// Numbers outside of which an update has no meaning, as the f32 that they are computed in.
+    fn check_numbers(&self) -> Result<(), ConfigError> {
+        let (m, o, s) = (&self.model, &self.optimizer, &self.schedule);
+        let part = (0.0..1.0, "a number from 0 up to, not including, 1");
+        let above_0 = (f32::MIN_POSITIVE..f32::INFINITY, "a finite number above 0, from 1.2e-38 on");
+        let at_least_0 = (0.0..f32::INFINITY, "a finite number of at least 0");
+        for (what, value, (range, valid)) in [
+            ("hidden-dropout", m.hidden_dropout.into(), &part),
+            ("attention-dropout", m.attention_dropout.into(), &part),
+            ("adam-beta1", o.adam_beta1, &part),
+            ("adam-beta2", o.adam_beta2, &part),
+            ("adam-eps", o.adam_eps, &above_0),
+            ("norm-epsilon", m.norm_epsilon.into(), &above_0),
+            ("rotary-base", m.rotary_base, &above_0),
+            ("init-method-std", m.init_method_std, &at_least_0),
+            ("clip-grad", o.clip_grad, &at_least_0),
+            ("lr", s.max_lr, &at_least_0),
+            ("weight-decay", s.end_weight_decay, &at_least_0),
+        ] {
+            if !range.contains(&(value as f32)) {
+                return Err(ConfigError::Range { what, value: value.to_string(), valid });
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the run can fit in `there` bytes of memory, which its ranks share.
+    ///
+    /// # Errors
+    /// If it needs more, whatever else it may need.
+    pub fn check_memory(&self, there: u64) -> Result<(), ConfigError> {
+        let wanted = self.bytes_at_least();
+        if wanted > there { Err(ConfigError::Memory { wanted, there }) } else { Ok(()) }
+    }
+
+    /// Bytes that all ranks together need at least: matrices with their gradients and moments, a micro-batch of hidden
+    /// states, the list of a step's samples, and what a thread cannot do without. Sizes that cannot be counted are the largest.
+    fn bytes_at_least(&self) -> u64 {
+        /// Of a thread.
+        const RANK: u64 = 64 << 10;
+        /// Of a weight and its gradient in each replica, and of two moments, in the smallest types there are.
+        const REPLICATED: u64 = 6;
+        const MOMENTS: u64 = 8;
+        /// Of one sample's number and position in a list.
+        const SAMPLE: u64 = 24;
+        let product = |factors: &[u64]| factors.iter().copied().fold(1, u64::saturating_mul);
+        let sum = |terms: &[u64]| terms.iter().copied().fold(0, u64::saturating_add);
+        let m = &self.model;
+        let [layers, hidden, ffn, heads, groups, channels, vocabulary] = [
+            m.num_layers,
+            m.hidden_size,
+            m.ffn_hidden_size,
+            m.num_attention_heads,
+            m.num_query_groups,
+            m.kv_channels,
+            m.vocab_size,
+        ]
+        .map(|size| size as u64);
+        let attention = product(&[2, hidden, channels, heads.saturating_add(groups)]);
+        let layer = attention.saturating_add(product(&[2, hidden, ffn]));
+        let embeddings = if m.tie_embeddings { 1 } else { 2 };
+        let weights = sum(&[product(&[embeddings, vocabulary, hidden]), product(&[layers, layer])]);
+        let layout = self.parallel.layout();
+        let (ranks, batch) = (u64::from(layout.world_size()), self.parallel.global_batch_size());
+        let micro_batch = batch / self.parallel.num_microbatches().max(1);
+        sum(&[
+            product(&[weights, REPLICATED, layout.num_weight_replicas().into()]),
+            product(&[weights, MOMENTS]),
+            product(&[micro_batch, self.parallel.seq_length(), hidden, 4]),
+            product(&[ranks, batch, SAMPLE]),
+            product(&[ranks, RANK]),
+        ])
     }
 
     /// What random numbers are keyed by must fit its bits, and positions their table.
@@ -728,22 +810,80 @@ pub(crate) mod tests {
         }
     }
 
+    fn tiny_of_one() -> TrainConfig {
+        tiny(
+            ParallelConfig::new(mesh::ParallelSettings {
+                layout: mesh::ParallelLayout::single(),
+                sequence_parallel: false,
+                seq_length: 32,
+                micro_batch_size: 1,
+                global_batch_size: 8,
+            })
+            .unwrap(),
+        )
+    }
+
+    #[test]
+    fn numbers_without_a_meaning_are_refused_with_what_is_valid() {
+        type Edit = fn(&mut TrainConfig, f64);
+        let edits: [(&str, Edit, &[f64], &[f64]); 6] = [
+            (
+                "adam-beta1",
+                |c, x| c.optimizer.adam_beta1 = x,
+                &[0.0, 0.9],
+                &[-0.1, 1.0, 0.999_999_999_999, f64::NAN],
+            ),
+            (
+                "adam-eps",
+                |c, x| c.optimizer.adam_eps = x,
+                &[1e-8, 1e-38 * 1.2],
+                &[0.0, -1e-8, 1e-60, f64::INFINITY],
+            ),
+            ("clip-grad", |c, x| c.optimizer.clip_grad = x, &[0.0, 1.0], &[-1.0, 1e39, f64::NAN]),
+            ("rotary-base", |c, x| c.model.rotary_base = x, &[1e4], &[0.0, -1.0, f64::INFINITY]),
+            ("lr", |c, x| c.schedule.max_lr = x, &[0.0, 1e30], &[1e39]),
+            ("hidden-dropout", |c, x| c.model.hidden_dropout = x as f32, &[0.0, 0.5], &[1.0, -0.1, f64::NAN]),
+        ];
+        for (name, edit, valid, invalid) in edits {
+            for (values, is_valid) in [(valid, true), (invalid, false)] {
+                for value in values {
+                    let mut config = tiny_of_one();
+                    edit(&mut config, *value);
+                    match config.check() {
+                        Ok(()) => assert!(is_valid, "{name} {value}"),
+                        Err(ConfigError::Range { what, .. }) => {
+                            assert!(!is_valid && what == name, "{name} {value}")
+                        }
+                        Err(error) => panic!("{name} {value}: {error}"),
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_fit_is_counted_without_overflow() {
+        let mut config = tiny_of_one();
+        config.check_memory(1 << 30).unwrap();
+        let wanted = |config: &TrainConfig| match config.check_memory(0).unwrap_err() {
+            ConfigError::Memory { wanted, .. } => wanted,
+            error => panic!("{error}"),
+        };
+        config.model.vocab_size = 100_000_000_000;
+        // Two matrices of 32 columns, 6 + 8 bytes an element.
+        assert_eq!(wanted(&config) / 100_000_000_000, 2 * 32 * (6 + 8));
+        config.model.hidden_size = 1 << 62;
+        assert_eq!(wanted(&config), u64::MAX);
+    }
+
     #[test]
     fn what_cannot_be_counted_is_refused_and_not_a_panic_later() {
-        let parallel = ParallelConfig::new(mesh::ParallelSettings {
-            layout: mesh::ParallelLayout::single(),
-            sequence_parallel: false,
-            seq_length: 32,
-            micro_batch_size: 1,
-            global_batch_size: 8,
-        })
-        .unwrap();
         let refusal = |edit: &dyn Fn(&mut TrainConfig)| {
-            let mut config = tiny(parallel);
+            let mut config = tiny_of_one();
             edit(&mut config);
             config.check().unwrap_err().to_string()
         };
-        assert_eq!(tiny(parallel).check(), Ok(()));
+        assert_eq!(tiny_of_one().check(), Ok(()));
         let learned = PositionEmbedding::LearnedAbsolute { max_positions: 31 };
         let positions = refusal(&|config| config.model.position_embedding = learned);
         assert_eq!(positions, "`seq-length` 32 is more than 31");

@@ -86,3 +86,21 @@ pub enum StepError {
     #[error(transparent)]
     Backend(#[from] BackendError),
 }
+
+impl StepError {
+    /// Code of the error.
+    pub fn code(&self) -> &'static str {
+        match self {
+            StepError::Comm(error) => error.code(),
+            StepError::Backend(error) => error.code(),
+        }
+    }
+
+    /// How to mend it.
+    pub fn help(&self) -> &'static str {
+        match self {
+            StepError::Comm(error) => error.help(),
+            StepError::Backend(error) => error.help(),
+        }
+    }
+}

@@ -7,12 +7,13 @@ mod error;
 mod prove;
 mod streams;
 
-pub use compare::{DataState, Difference, SavedRun, SchedulerState, compare};
+pub use compare::{CHANGEABLE, DataState, Difference, SavedRun, SchedulerState, compare, next_sample};
 pub use error::ResumeError;
 pub use streams::{RngPolicy, StreamCell};
 
 use crate::comm::CommError;
 use crate::config::TrainConfig;
+use crate::data::TokenFileError;
 use crate::state::{MASTER, RunState, Streams};
 use crate::step::Trainer;
 use ckpt::{Counters, OwnShard, StateSource, StoredTensor, Strictness, own_shards, plan_load};
@@ -63,7 +64,7 @@ impl Selection {
 }
 
 /// Checks that the checkpoint's run may go on as `config`, before any rank starts. A new run that takes only weights may
-/// differ in all but the shapes, which the load plan compares.
+/// differ in all but the shapes, which the load plan compares. `data` is that at [`next_sample`].
 ///
 /// # Errors
 /// Every difference that is not allowed.
@@ -89,7 +90,7 @@ pub(crate) fn load(
     trainer: &mut Trainer,
     state: &RunState,
     streams: &mut Streams,
-    data: &dyn Fn(&Counters) -> DataState,
+    data: &dyn Fn(&Counters) -> Result<DataState, TokenFileError>,
 ) -> Result<Resumed, ResumeError> {
     let start = Instant::now();
     let commit = resume.source.commit();
@@ -129,7 +130,7 @@ pub(crate) fn load(
     let mut notes = Vec::new();
     let mut level = Level::L0;
     if resume.selection.counters {
-        match other_samples(&SavedRun::of(commit)?, trainer.config(), &data(&counters)) {
+        match other_samples(&SavedRun::of(commit)?, trainer.config(), &data(&counters)?) {
             None => level = Level::L1,
             Some(note) => notes.push(note),
         }

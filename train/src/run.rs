@@ -9,7 +9,7 @@ use crate::config::TrainConfig;
 use crate::data::sampler::{EmptyEpoch, RankReader};
 use crate::data::{Sampler, TokenFile, TokenFileError};
 use crate::parallel::{Comms, StepError};
-use crate::resume::{ALGORITHM, DataState, Resume, ResumeError, Resumed, SchedulerState, load};
+use crate::resume::{ALGORITHM, DataState, Resume, ResumeError, Resumed, SchedulerState, load, next_sample};
 use crate::state::{RunState, Streams};
 use crate::step::{BuildError, StepOutcome, StepSettings, Trainer};
 pub use ckpt::RunName;
@@ -59,7 +59,11 @@ impl Job<'_> {
         let num_samples = self.tokens.num_samples(parallel.seq_length())?;
         let (seed, tail) = (self.config.seed, self.config.epoch_tail);
         let sampler = Sampler::new(seed, num_samples, batch, tail)?;
-        let data = DataState::new(self.config, self.tokens.index_hash(), &sampler, num_samples, 0);
+        let consumed = match resume.selection.counters {
+            true => next_sample(resume.source.commit(), num_samples)?,
+            false => 0,
+        };
+        let data = DataState::new(self.config, self.tokens, &sampler, num_samples, consumed)?;
         Ok(crate::resume::check(resume, self.config, &data)?)
     }
 }
@@ -184,7 +188,8 @@ pub enum RunError {
     },
     /// Too many steps in a row were skipped.
     #[error(
-        "{skipped} steps in a row, up to iteration {iteration}, had values that were not finite or out of range"
+        "{skipped} step{} in a row, up to iteration {iteration}, had values that were not finite or out of range",
+        if *.skipped == 1 { "" } else { "s" }
     )]
     NotFinite {
         /// How many.
@@ -198,6 +203,47 @@ pub enum RunError {
     /// Another rank failed.
     #[error(transparent)]
     Comm(#[from] CommError),
+}
+
+impl RunError {
+    /// Code of the error; that of an observer's is known to the observer alone.
+    pub fn code(&self) -> &str {
+        match self {
+            RunError::Config(error) => error.code(),
+            RunError::Schedule(error) => error.code(),
+            RunError::Batch(error) => error.code(),
+            RunError::Build(error) => error.code(),
+            RunError::Resume(error) => error.code(),
+            RunError::Tokens(error) => error.code(),
+            RunError::EmptyEpoch(error) => error.code(),
+            RunError::Step(error) => error.code(),
+            RunError::Save { source, .. } => source.code(),
+            RunError::NotFinite { .. } => "RM3201",
+            RunError::Observer(_) => "RM9000",
+            RunError::Comm(error) => error.code(),
+        }
+    }
+
+    /// How to mend it.
+    pub fn help(&self) -> String {
+        match self {
+            RunError::Config(error) => error.help(),
+            RunError::Schedule(error) => error.help(),
+            RunError::Batch(error) => error.help(),
+            RunError::Build(error) => error.help().to_owned(),
+            RunError::Resume(error) => error.help(),
+            RunError::Tokens(error) => error.help(),
+            RunError::EmptyEpoch(error) => error.help().to_owned(),
+            RunError::Step(error) => error.help().to_owned(),
+            RunError::Save { source, .. } => source.help(),
+            RunError::NotFinite { .. } => {
+                "a lower --lr, a longer warm-up or a smaller --clip-grad may help; the last save is intact"
+                    .to_owned()
+            }
+            RunError::Observer(_) => "the observer's words say why".to_owned(),
+            RunError::Comm(error) => error.help().to_owned(),
+        }
+    }
 }
 
 /// Runs `job` on its ranks and returns when all have ended.
@@ -337,7 +383,7 @@ impl<'a> RankRun<'a> {
         let num_samples = job.tokens.num_samples(job.config.parallel.seq_length())?;
         let data = |counters: &Counters| {
             let consumed = counters.consumed_train_samples;
-            DataState::new(job.config, job.tokens.index_hash(), &sampler, num_samples, consumed)
+            DataState::new(job.config, job.tokens, &sampler, num_samples, consumed)
         };
         let resumed = load(resume, &mut self.trainer, &self.state, &mut self.streams, &data)?;
         self.iteration = resumed.iteration;
@@ -429,7 +475,8 @@ impl<'a> RankRun<'a> {
         }
     }
 
-    /// Saves the state as it is now. A failed save is told and training goes on, unless it is the second in a row or `last`.
+    /// Saves the state as it is now. A failed save is told and training goes on, unless it is the second in a row or `last`, or
+    /// every later one would fail alike.
     ///
     /// # Errors
     /// The save's, if training cannot go on.
@@ -451,7 +498,9 @@ impl<'a> RankRun<'a> {
                 self.failed_saves = 0;
                 self.tell(|| Event::Saved { iteration, report })
             }
-            Err(source) if last || self.failed_saves > 0 => Err(RunError::Save { iteration, source }),
+            Err(source) if last || self.failed_saves > 0 || source.is_final() => {
+                Err(RunError::Save { iteration, source })
+            }
             Err(error) => {
                 self.failed_saves += 1;
                 self.tell(|| Event::SaveFailed { iteration, error })
@@ -465,11 +514,11 @@ impl<'a> RankRun<'a> {
         let json = |value: Result<_, serde_json::Error>| value.expect("plain data");
         let data = DataState::new(
             config,
-            self.job.tokens.index_hash(),
+            self.job.tokens,
             &self.sampler,
             self.job.tokens.num_samples(config.parallel.seq_length())?,
             self.counters.consumed_train_samples,
-        );
+        )?;
         Ok(Header {
             iteration: self.iteration,
             created: (policy.now)(),

@@ -54,6 +54,28 @@ pub enum BuildError {
     Device(#[from] BackendError),
 }
 
+impl BuildError {
+    /// Code of the error.
+    pub fn code(&self) -> &'static str {
+        match self {
+            BuildError::Groups(_) => "RM9001",
+            BuildError::Placement(_) => "RM2003",
+            BuildError::Device(_) => "RM8004",
+        }
+    }
+
+    /// How to mend it.
+    pub fn help(&self) -> &'static str {
+        match self {
+            BuildError::Groups(_) => "this is a fault of the program; please report it",
+            BuildError::Placement(_) => "pick a layout that divides the model",
+            BuildError::Device(_) => {
+                "a smaller micro-batch, or more ranks on more devices, need less memory on each"
+            }
+        }
+    }
+}
+
 /// What a step is given beside its batch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepSettings {

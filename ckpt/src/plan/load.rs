@@ -157,14 +157,6 @@ impl LoadPlanError {
             LoadPlanError::NothingWanted => "name at least one tensor".to_owned(),
         }
     }
-
-    /// The process's exit code.
-    pub fn exit_code(&self) -> u8 {
-        match self {
-            LoadPlanError::NothingMatches { .. } => 3,
-            _ => 2,
-        }
-    }
 }
 
 impl fmt::Display for Mismatch {

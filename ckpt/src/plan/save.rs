@@ -74,11 +74,6 @@ impl SavePlanError {
                 .to_owned(),
         }
     }
-
-    /// The process's exit code.
-    pub fn exit_code(&self) -> u8 {
-        2
-    }
 }
 
 /// A distinct shard, and every rank that holds it with its place in the rank's buffer.

@@ -4,7 +4,7 @@ use crate::args::TrainArgs;
 use crate::commands::train::start::Start;
 use crate::location::local_folder;
 use crate::metrics::{self, Metrics, MetricsFile};
-use crate::output::{Output, complain, human_bytes, saved_layout};
+use crate::output::{Output, complain, count, human_bytes, saved_layout};
 use crate::report::Refusal;
 use mesh::{ParallelLayout, Schedule};
 use serde::Serialize;
@@ -34,8 +34,8 @@ struct LoadedFrom {
 
 struct State {
     metrics: Option<MetricsFile>,
-    /// Lines that were there before this run.
-    earlier: Vec<Metrics>,
+    /// What a run before this one has of the first step after the resume.
+    earlier: Option<Metrics>,
     /// Settings that make the first step another one than the saved run's.
     changes: Vec<String>,
     /// Waits for the first step after a resume; why it may differ.
@@ -117,7 +117,7 @@ pub(super) struct StepLine {
 }
 
 impl<'a> Progress<'a> {
-    /// For a run that starts at `start` and changes the settings `changes` of the saved one.
+    /// For a run that starts at `start` with step `first_step` and changes the settings `changes` of the saved one.
     ///
     /// # Errors
     /// If `metrics.jsonl` cannot be read or opened.
@@ -125,6 +125,7 @@ impl<'a> Progress<'a> {
         args: &TrainArgs,
         config: &'a TrainConfig,
         start: &Start,
+        first_step: u64,
         changes: Vec<String>,
         output: &'a Output,
     ) -> anyhow::Result<Self> {
@@ -135,10 +136,12 @@ impl<'a> Progress<'a> {
             layout: saved_layout(checkpoint.commit()),
         });
         let own = args.logging.log_dir.clone().or(args.checkpoint.save.as_deref().and_then(local_folder));
-        let mut earlier = Vec::new();
         let loaded_folder = loaded_from.as_ref().and_then(|from| local_folder(&from.run));
-        for folder in own.iter().chain(&loaded_folder) {
-            earlier.extend(metrics::read(folder)?);
+        let mut earlier = None;
+        for folder in loaded_folder.iter().chain(&own) {
+            if earlier.is_none() {
+                earlier = metrics::last_of(folder, first_step)?;
+            }
         }
         Ok(Progress {
             output,
@@ -210,11 +213,11 @@ impl<'a> Progress<'a> {
 
     fn step(&self, step: &Step, state: &mut State) -> Result<(), Refusal> {
         let metrics = Metrics::from(step);
-        let l3 = state.resumed.take().map(|not_expected| l3(&metrics, &state.earlier, not_expected));
+        let l3 = state.resumed.take().map(|not_expected| l3(&metrics, state.earlier.as_ref(), not_expected));
         if let Some(l3) = l3.as_ref().filter(|l3| self.strict && l3.has_failed()) {
             // The step leaves no line, so that the next attempt is compared with the saved run's, too.
             let help = "leave out --strict to train on; `remesh verify` checks the checkpoint's files";
-            return Err(Refusal { exit: 1, ..Refusal::usage("RM3111", l3.to_string(), help) });
+            return Err(Refusal::new("RM3111", l3.to_string(), help));
         }
         let written = state.metrics.as_mut().map_or(Ok(()), |file| file.append(&metrics));
         if let Err(error) = written {
@@ -261,9 +264,10 @@ fn ended_schedule(config: &TrainConfig, resumed: &Resumed) -> Option<String> {
     let has_ended = done >= schedule.lr_decay && lr == schedule.min_lr && lr < schedule.max_lr;
     (left > 0 && has_ended).then(|| {
         format!(
-            "the learning rate stays {lr} in all {left} steps that are left: the checkpoint's schedule comes down in {} steps; \
+            "the learning rate stays {lr} in the rest of the run, {}: the checkpoint's schedule comes down in {}; \
              --lr-decay-iters {} spreads it over the whole run",
-            config.batch.steps_within(schedule.lr_decay),
+            count(left, "step"),
+            count(config.batch.steps_within(schedule.lr_decay), "step"),
             config.train_iters
         )
     })
@@ -282,9 +286,9 @@ fn not_expected(resumed: &Resumed, changes: &[String]) -> Vec<String> {
     reasons
 }
 
-fn l3(metrics: &Metrics, earlier: &[Metrics], not_expected: Vec<String>) -> L3 {
+fn l3(metrics: &Metrics, earlier: Option<&Metrics>, not_expected: Vec<String>) -> L3 {
     let found = Numbers::from(metrics);
-    let earlier = earlier.iter().rfind(|line| line.step == metrics.step).map(Numbers::from);
+    let earlier = earlier.map(Numbers::from);
     let identical = earlier.as_ref().map(|earlier| earlier.bits() == found.bits());
     L3 { step: metrics.step, identical, found, earlier, not_expected }
 }
@@ -328,7 +332,7 @@ impl fmt::Display for Document {
 impl fmt::Display for Line {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Line::Fresh { train_iters } => write!(f, "starting afresh, {train_iters} steps"),
+            Line::Fresh { train_iters } => write!(f, "starting afresh, {}", count(*train_iters, "step")),
             Line::Resumed(resumed) => resumed.fmt(f),
             Line::L3(l3) => l3.fmt(f),
             Line::Step(step) => step.fmt(f),
@@ -340,7 +344,11 @@ impl fmt::Display for Line {
             }
             Line::PassedOver { step, .. } => write!(f, "step {step} passed over, as asked"),
             Line::SamplesDropped { epoch, samples } => {
-                write!(f, "epoch {epoch} ended; {samples} samples that fill no batch were not used")
+                write!(
+                    f,
+                    "epoch {epoch} ended; {} left unused, too few for a batch",
+                    count(*samples, "sample")
+                )
             }
             Line::Stopping { step } => write!(f, "stopping after step {step}, as asked"),
         }
@@ -359,7 +367,7 @@ impl fmt::Display for ResumedLine {
             true => f.write_str("the same")?,
             false => f.write_str(layout)?,
         }
-        write!(f, ", {tensors} tensors, {} in {seconds:.2} s, ", human_bytes(self.bytes))?;
+        write!(f, ", {}, {} in {seconds:.2} s, ", count(*tensors as u64, "tensor"), human_bytes(self.bytes))?;
         match self.level {
             Some(level) => write!(f, "verified {level:?}"),
             None => f.write_str("verified what was loaded"),

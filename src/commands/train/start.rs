@@ -3,7 +3,7 @@
 use crate::args::CheckpointArgs;
 use crate::location::{Location, is_same_place};
 use crate::output::complain;
-use ckpt::{Checkpoint, DestinationError, LocationError, OpenError, Store};
+use ckpt::{Checkpoint, DestinationError, Latest, LocationError, OpenError, PassedOver, Store};
 
 /// Where a run starts.
 pub(super) struct Start {
@@ -16,10 +16,11 @@ pub(super) struct Start {
 }
 
 /// Finds the checkpoint: `--load auto`, the default, takes the latest in `--save` or none; another `--load` must be there.
-/// Only steps below `below` count for the latest.
+/// Only steps below `below` count for the latest, if damage was found in that one.
 ///
 /// # Errors
-/// A checkpoint that was asked for and is not there or not whole; a store that cannot be read.
+/// A checkpoint that was asked for and is not there or not whole; checkpoints none of which is whole, over which no run
+/// starts afresh; a store that cannot be read.
 pub(super) fn find(args: &CheckpointArgs, below: Option<u64>) -> anyhow::Result<Start> {
     let is_save = |place: &str| args.save.as_deref().is_some_and(|save| is_same_place(place, save));
     let load = args.load.as_deref().filter(|load| *load != "auto" && !is_save(load));
@@ -33,10 +34,7 @@ pub(super) fn find(args: &CheckpointArgs, below: Option<u64>) -> anyhow::Result<
     let start = |checkpoint| Start { checkpoint, is_latest: step.is_none(), is_in_save };
     if load.is_none() && args.save.is_none() {
         return match must_exist {
-            true => {
-                Err(OpenError::NoCheckpoint { root: "--save, which is not set".into(), passed_over: vec![] }
-                    .into())
-            }
+            true => Err(OpenError::NoCheckpoint { root: "--save, which is not set".into() }.into()),
             false => Ok(start(None)),
         };
     }
@@ -48,6 +46,15 @@ pub(super) fn find(args: &CheckpointArgs, below: Option<u64>) -> anyhow::Result<
         return Ok(start(Some(store.checkpoint(step)?)));
     }
     let latest = store.latest(below)?;
+    if below.is_none() {
+        latest.strays.iter().for_each(complain);
+    }
+    if latest.checkpoint.is_none()
+        && (below.is_some() || latest.passed_over.iter().any(PassedOver::was_committed))
+    {
+        let Latest { passed_over, .. } = latest;
+        return Err(OpenError::NoneWhole { root: store.to_string(), passed_over }.into());
+    }
     // Where there must be one and is none, the error says what was passed over.
     if latest.checkpoint.is_some() || !must_exist {
         latest.passed_over.iter().for_each(complain);

@@ -85,11 +85,94 @@ fn a_step_that_is_not_whole_is_passed_over_by_every_command_and_listed_with_the_
     assert_eq!(verified.status.code(), Some(1));
     expect![[r#"
         BAD  step 4 is incomplete: `run/iter_0000004` has no checkpoint.json
-        1 faults
+        1 fault
     "#]]
     .assert_eq(&text(&verified.stdout));
     // Where none is left, the refusal alone says why.
     std::fs::remove_file(folder.join("run/iter_0000002/checkpoint.json")).unwrap();
-    let said = refused(folder, &format!("train {MODEL} --train-iters 4 --load run --save new"), 3);
+    let said = refused(folder, &format!("train {MODEL} --train-iters 4 --load run --save new"), 6);
     assert_eq!(said.matches("step 4 is passed over").count(), 1, "{said}");
+}
+
+#[test]
+fn a_run_of_damaged_steps_is_damage_and_no_run_starts_afresh_over_it() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let train = format!("train {MODEL} --train-iters 4");
+    ok(folder, &format!("{train} --save run --save-interval 2"));
+    let commit = |step: u64| folder.join(format!("run/iter_{step:07}/checkpoint.json"));
+    std::fs::write(commit(4), "{").unwrap();
+    damage_data(&folder.join("run/iter_0000002"));
+    // The one is seen by its commit, the other while it is loaded.
+    let said = refused(folder, &format!("{train} --save run"), 6);
+    assert!(
+        said.starts_with("step 4 is passed over (RM4021): ")
+            && said.contains("\nstep 2 is damaged and passed over: "),
+        "{said}"
+    );
+    assert!(said.contains("\nError: RM4024\n"), "{said}");
+    std::fs::write(commit(2), "{").unwrap();
+    for line in [format!("{train} --load run --save new"), format!("{train} --save run"), "digest run".into()]
+    {
+        let said = refused(folder, &line, 6);
+        assert!(
+            said.starts_with(
+                "Error: RM4024\n\n  × no checkpoint in `run` is whole; step 4 is passed over (RM4021): "
+            ),
+            "{said}"
+        );
+        assert!(said.contains("; step 2 is passed over (RM4021): "), "{said}");
+    }
+    assert!(refused(folder, &format!("{train} --load run@2 --save new"), 6).contains("RM4021"));
+    // What was never complete is no checkpoint that is lost.
+    std::fs::remove_file(commit(2)).unwrap();
+    std::fs::remove_file(commit(4)).unwrap();
+    assert!(ok(folder, &format!("{train} --save run")).starts_with("starting afresh, 4 steps\n"));
+}
+
+/// Each stray name gets one line, and nothing waits for a pipe.
+#[test]
+fn stray_names_are_passed_over_and_no_listing_fails() {
+    use std::os::unix::ffi::OsStrExt;
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 2 --save run"));
+    let run = folder.join("run");
+    let pipe = |path: &std::path::Path| {
+        assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success())
+    };
+    for name in [&b"iter_x"[..], b"iter_\xff", b"iter_0000009\n", b"iter_9", b"\xfe"] {
+        std::fs::create_dir(run.join(std::ffi::OsStr::from_bytes(name))).unwrap();
+    }
+    std::fs::write(run.join("iter_0000003"), "").unwrap();
+    std::os::unix::fs::symlink("iter_0000004", run.join("iter_0000004")).unwrap();
+    pipe(&run.join("iter_0000005"));
+    for step in 6..=8 {
+        std::fs::create_dir(run.join(format!("iter_000000{step}"))).unwrap();
+    }
+    pipe(&run.join("iter_0000006/checkpoint.json"));
+    let socket = std::os::unix::net::UnixListener::bind(run.join("iter_0000007/checkpoint.json")).unwrap();
+    std::os::unix::fs::symlink("checkpoint.json", run.join("iter_0000008/checkpoint.json")).unwrap();
+    let listed = remesh(folder, "ls run");
+    assert!(listed.status.success());
+    expect![[r#"
+        `run/\xfe` is passed over: its name is no plain text
+        `run/iter_0000003` is passed over: it is no folder
+        `run/iter_0000004` is passed over: Too many levels of symbolic links (os error 40)
+        `run/iter_0000005` is passed over: it is no folder
+        `run/iter_0000009\n` is passed over: a step is `iter_` and its number in seven digits or more
+        `run/iter_9` is passed over: a step is `iter_` and its number in seven digits or more
+        `run/iter_\xff` is passed over: a step is `iter_` and its number in seven digits or more
+        `run/iter_x` is passed over: a step is `iter_` and its number in seven digits or more
+    "#]]
+    .assert_eq(&text(&listed.stderr));
+    let listed = text(&listed.stdout);
+    expect![[r#"
+        6  not whole  RM4021: `run/iter_0000006/checkpoint.json` is no file
+        7  not whole  RM4021: `run/iter_0000007/checkpoint.json` is no file
+        8  not whole  RM4021: `run/iter_0000008/checkpoint.json` is no file
+    "#]]
+    .assert_eq(listed.split_once('\n').unwrap().1);
+    assert_eq!(ok(folder, "digest run"), ok(folder, "digest run@2"));
+    drop(socket);
 }

@@ -20,6 +20,24 @@ fn errors_are_json_on_stderr_where_json_is_asked_for() {
 }
 
 #[test]
+fn every_code_of_an_error_can_be_explained() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    expect![[r#"
+        RM4012: there is no such checkpoint
+
+        The folder, or the step in it, is not there. `remesh ls RUN` lists the steps that are.
+
+        exit code 3: not found
+    "#]]
+    .assert_eq(&ok(folder, "explain rm4012"));
+    let said = refused(folder, "explain RM1", 2);
+    assert!(said.starts_with("Error: RM6008\n\n  × no error has the code `RM1`"), "{said}");
+    let all: serde_json::Value = serde_json::from_str(&ok(folder, "explain --json")).unwrap();
+    assert_eq!(ok(folder, "explain").lines().count(), all["codes"].as_array().unwrap().len());
+}
+
+#[test]
 fn a_misspelt_flag_is_told_the_right_one() {
     let folder = tempfile::tempdir().unwrap();
     let said = refused(folder.path(), "verify run --deap", 2);
@@ -126,7 +144,12 @@ fn what_must_not_be_missed_is_on_stderr_even_when_quiet() {
     assert!(output.status.success());
     assert_eq!(text(&output.stdout), "");
     let said = text(&output.stderr);
-    assert!(said.starts_with("step 2 could not be saved (RM"), "{said}");
+    assert!(
+        said.starts_with(
+            "`run/iter_0000002` is passed over: it is no folder\nstep 2 could not be saved (RM1006)"
+        ),
+        "{said}"
+    );
     let output = remesh(folder, &format!("train {MODEL} --train-iters 3 --load run@1 --save new --cp 2 -q"));
     expect![[r#"
         2 per-rank random streams derived anew: the layout changed
@@ -136,7 +159,7 @@ fn what_must_not_be_missed_is_on_stderr_even_when_quiet() {
     let output = remesh(folder, "digest run -q");
     assert_eq!((output.status.code(), text(&output.stdout)), (Some(0), String::new()));
     let said = text(&output.stderr);
-    assert!(said.starts_with("step 3 is passed over (RM4020): "), "{said}");
+    assert!(said.contains("\nstep 3 is passed over (RM4020): "), "{said}");
 }
 
 /// Where there is a driver, `tests/gpu.rs` says more.

@@ -55,7 +55,7 @@ fn a_run_goes_on_from_its_own_newest_checkpoint_by_default() {
     // Nothing is left to do, and nothing is done.
     let output = remesh(folder, &format!("train {flags} --train-iters 4 --save run"));
     assert!(output.status.success());
-    assert_eq!(text(&output.stderr), "nothing to train: 4 of 4 steps are done\n");
+    assert_eq!(text(&output.stderr), "nothing to train: 4 of 4 steps done\n");
     assert_eq!(metrics(folder, "run").len(), 4);
 }
 
@@ -65,10 +65,12 @@ fn a_place_is_the_same_however_it_is_written() {
     let folder = folder.path();
     let line = format!("train {MODEL} --lr-decay-iters 9 --save run --train-iters");
     let said = ok(folder, &format!("{line} 1 --load ./run/"));
-    assert!(said.starts_with("starting afresh, 1 steps\n"), "{said}");
+    assert!(said.starts_with("starting afresh, 1 step\n"), "{said}");
     let url = format!("file://{}/./run/", folder.display());
     let said = ok(folder, &format!("{line} 2 --load {url}"));
     assert!(said.starts_with("resumed step 1 of run: "), "{said}");
+    ok(folder, &format!("train {MODEL} --train-iters 1 --save run@5"));
+    assert_eq!(ok(folder, "digest run@5"), ok(folder, "digest run@5@1"));
     // Found while it is loaded, so another step stands in, and the damaged one is in nobody's way.
     damage_data(&folder.join("run/iter_0000002"));
     let said = ok(folder, &format!("{line} 2 --load {url}@latest"));
@@ -133,8 +135,36 @@ fn a_wish_to_resume_that_cannot_be_met_is_refused_and_each_says_why() {
           help: to go on with the new values: --allow-change seed
     "#]]
     .assert_eq(&refused("--save run --seed 7", 2));
+    // A shape, although the blocks of TP do not fit it either.
+    expect![[r#"
+        Error: RM3001
+
+          × the checkpoint and this run differ: num-query-groups is 2 in the checkpoint but 1 here
+          help: give this run the checkpoint's values, or another --save; what is a shape cannot change
+    "#]]
+    .assert_eq(&refused("--save run --num-query-groups 1", 2));
     let said = ok(folder, &format!("train {MODEL} --train-iters 4 --save empty --load auto"));
     assert!(said.starts_with("starting afresh, 4 steps\n"), "{said}");
+}
+
+/// The index is the same, and so is the length: only the tokens tell.
+#[test]
+fn other_tokens_under_the_same_index_are_refused_or_said() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 2 --save run"));
+    let mut tokens = std::fs::read(folder.join("tokens.bin")).unwrap();
+    // Not of the last document's end.
+    let end = tokens.len() - 2;
+    tokens[..end].rotate_left(2);
+    std::fs::write(folder.join("tokens.bin"), tokens).unwrap();
+    let line = format!("train {MODEL} --train-iters 3 --lr-decay-iters 3 --load run --save new");
+    let said = refused(folder, &line, 2);
+    assert!(said.contains("RM3001") && said.contains("data is 125 samples of index "), "{said}");
+    assert!(said.contains("--allow-change data"), "{said}");
+    let said = ok(folder, &format!("{line} --allow-change data"));
+    assert!(said.contains(", verified L0\n"), "{said}");
+    assert!(said.contains("L3 step 3 is not expected to equal the saved run's: other data "), "{said}");
 }
 
 #[test]
@@ -156,6 +186,17 @@ fn going_back_sets_newer_checkpoints_aside_when_told_to() {
     let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(state).collect();
     assert_eq!(steps, [(1, true), (2, true), (3, false), (4, true)]);
     assert_eq!(metrics(folder, "run")[4..], before[2..]);
+}
+
+#[test]
+fn the_folder_of_a_megatron_run_is_nowhere_to_save() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    std::fs::create_dir(folder.join("run")).unwrap();
+    std::fs::write(folder.join("run/latest_checkpointed_iteration.txt"), "100").unwrap();
+    let said = refused(folder, &format!("train {MODEL} --train-iters 1 --save run"), 7);
+    assert!(said.contains("RM7005") && said.contains("/run` is the folder of a run of Megatron"), "{said}");
+    assert!(!folder.join("run/iter_0000001").exists());
 }
 
 #[test]
@@ -200,7 +241,7 @@ fn a_resume_says_that_its_schedule_has_ended_and_can_leave_it_alone() {
     let line = format!("train {MODEL} --train-iters 4 --load run");
     let output = remesh(folder, &format!("{line} --save ended -q"));
     expect![[r#"
-        the learning rate stays 0 in all 2 steps that are left: the checkpoint's schedule comes down in 2 steps; --lr-decay-iters 4 spreads it over the whole run
+        the learning rate stays 0 in the rest of the run, 2 steps: the checkpoint's schedule comes down in 2 steps; --lr-decay-iters 4 spreads it over the whole run
     "#]]
     .assert_eq(&text(&output.stderr));
     let rates = |run: &str| metrics(folder, run).iter().rev().take(2).map(|line| line.lr).collect::<Vec<_>>();

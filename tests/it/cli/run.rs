@@ -21,7 +21,7 @@ fn each_rule_for_the_end_of_an_epoch_advances_the_counter_by_the_samples_it_used
     };
     let (said, consumed) = run("drop", 6, 3);
     assert_eq!(consumed, [6, 12, 18]);
-    assert!(said.contains("epoch 0 ended; 4 samples that fill no batch were not used\n"), "{said}");
+    assert!(said.contains("epoch 0 ended; 4 samples left unused, too few for a batch\n"), "{said}");
     assert_eq!(run("pad", 12, 3).1, [10, 20, 30]);
     assert_eq!(run("span", 6, 5).1, [6, 12, 18, 24, 30]);
 }
@@ -135,4 +135,103 @@ fn an_iteration_can_be_passed_over() {
     assert_eq!(inspected["counters"]["skipped_train_samples"], 4);
     assert_eq!(inspected["counters"]["optimizer_steps"], 3);
     assert_eq!(inspected["counters"]["consumed_train_samples"], 16);
+}
+
+/// The gradients are finite, the weights after the update are not: they are not saved, and no step is made from them.
+#[test]
+fn a_state_that_is_not_finite_is_never_saved() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let line =
+        format!("train {MODEL} --train-iters 9 --save run --save-interval 1 --lr 1e30 --weight-decay 1e30");
+    let output = remesh(folder, &line);
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stdout));
+    let said = text(&output.stderr);
+    assert!(
+        said.starts_with("Error: RM3205\n\n  × the checkpoint of iteration 1 could not be saved\n"),
+        "{said}"
+    );
+    assert!(said.contains(" elements of `") && said.contains("` are not finite"), "{said}");
+    assert_eq!(ok(folder, "ls run"), "no checkpoints in `run`\n");
+}
+
+/// Whichever saves second sees the other's step and ends at once; the other goes on.
+#[test]
+fn of_two_runs_that_save_to_one_folder_one_ends_and_names_the_other() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let mut runs = [3, 4].map(|interval| {
+        let line = format!("train {MODEL} --train-iters 100000 --save run --save-interval {interval}");
+        command(folder, &line).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    });
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    let ended = loop {
+        if let Some(ended) = runs.iter_mut().position(|run| run.try_wait().unwrap().is_some()) {
+            break ended;
+        }
+        assert!(std::time::Instant::now() < deadline, "both go on");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    };
+    let [first, second] = runs;
+    let (ended, other) = if ended == 0 { (first, second) } else { (second, first) };
+    let id = other.id().to_string();
+    let output = ended.wait_with_output().unwrap();
+    assert!(Command::new("kill").args(["-USR1", &id]).status().unwrap().success());
+    assert_eq!(other.wait_with_output().unwrap().status.code(), Some(75));
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(7), "{said}");
+    assert!(said.contains("Error: RM7002") && said.contains(&format!("(process {id} on ")), "{said}");
+    ok(folder, "verify run");
+}
+
+/// `metrics.jsonl` is read while a run starts; a pipe in its place never ends.
+#[test]
+fn what_is_no_file_is_not_waited_for() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 1 --save run"));
+    let metrics = folder.join("run/metrics.jsonl");
+    std::fs::remove_file(&metrics).unwrap();
+    assert!(Command::new("mkfifo").arg(&metrics).status().unwrap().success());
+    let output = remesh(folder, &format!("train {MODEL} --train-iters 2 --load run --save new"));
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{said}");
+    assert!(said.contains("RM1006") && said.contains("run/metrics.jsonl`"), "{said}");
+}
+
+/// Standing still before training begins: the configuration comes through a pipe that nobody writes to.
+#[test]
+fn a_signal_before_training_begins_ends_the_process_at_once() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let config = folder.join("config.toml");
+    assert!(Command::new("mkfifo").arg(&config).status().unwrap().success());
+    for (signal, code) in [("-INT", 130), ("-TERM", 143), ("-USR1", 138)] {
+        let mut child = command(folder, "train --config config.toml --save run").spawn().unwrap();
+        // Opening to write succeeds once the run has opened it to read, and so has its handlers.
+        let writer = std::fs::OpenOptions::new().write(true).open(&config).unwrap();
+        assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+        assert_eq!(child.wait().unwrap().code(), Some(code), "{signal}");
+        drop(writer);
+        assert!(!folder.join("run").exists());
+    }
+}
+
+#[test]
+fn a_second_signal_ends_a_run_at_once_and_nothing_is_saved() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    // A step takes far longer than the signals do.
+    let line = format!("train {MODEL} --train-iters 100 --save run")
+        .replace("--global-batch-size 4", "--global-batch-size 2000");
+    let mut child = command(folder, &line).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line.starts_with("step 1/")));
+    let id = child.id().to_string();
+    assert!(Command::new("kill").args(["-USR1", &id]).status().unwrap().success());
+    // Of signals that wait together the later is handled first.
+    std::thread::sleep(std::time::Duration::from_millis(100));
+    assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
+    assert_eq!(child.wait().unwrap().code(), Some(143));
+    assert_eq!(ok(folder, "ls run"), "no checkpoints in `run`\n");
 }

@@ -241,7 +241,7 @@ fn settings_that_contradict_the_data_or_each_other_are_refused() {
     expect![[r#"
         Error: RM6003
 
-          × 3 samples of training are less than a global batch of 4
+          × 3 samples of training, less than a global batch of 4
           help: give more --train-samples, or at least one of --train-iters
     "#]]
     .assert_eq(&refused("--train-samples 3"));
@@ -352,4 +352,77 @@ fn settings_that_nobody_says_come_from_the_checkpoint_if_asked_for() {
     }
     ok(folder, &format!("train {flags}"));
     assert_eq!(metrics(folder, "run"), metrics(folder, "straight"));
+}
+
+#[test]
+fn numbers_that_cannot_be_are_refused_with_what_can() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let refused =
+        |flags: &str| refused(folder, &format!("train {MODEL} --train-iters 1 --save run {flags}"), 2);
+    expect![[r#"
+        Error: RM6003
+
+          × `adam-eps` is 0
+          help: give `adam-eps` a finite number above 0, from 1.2e-38 on
+    "#]]
+    .assert_eq(&refused("--adam-eps 0"));
+    expect![[r#"
+        Error: RM6003
+
+          × `adam-beta1` is -0.5
+          help: give `adam-beta1` a number from 0 up to, not including, 1
+    "#]]
+    .assert_eq(&refused("--adam-beta1 -0.5"));
+    expect![[r#"
+        Error: RM6010
+
+          × learning rates must be 0 ≤ min 0 ≤ max -0.01 and 0 ≤ init 0 ≤ max -0.01
+          help: check `--lr`, `--min-lr` and `--lr-warmup-init`: finite, at least 0
+    "#]]
+    .assert_eq(&refused("--lr -1e-2"));
+    assert!(refused("--clip-grad nan").contains("`clip-grad` is NaN"));
+    assert!(refused("--tp -1").contains("invalid value '-1' for '--tensor-model-parallel-size"));
+    assert!(refused("--num-query-groups 0").contains("`num-query-groups` is 0"));
+    expect![[r#"
+        Error: RM6003
+
+          × `--allow-change sede`: no setting of that name may change
+          help: these may: norm-epsilon, rotary-base, hidden-dropout, attention-dropout, seq-length, global-batch-size, seed, data, epoch-tail, loss-average, optimizer, numerics
+    "#]]
+    .assert_eq(&refused("--allow-change seed,sede"));
+    assert!(!folder.join("run").exists());
+}
+
+/// Each of these would end the process if it were tried.
+#[test]
+fn what_cannot_fit_the_memory_is_refused_before_it_is_asked_for() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    for flags in [
+        "--vocab-size 100000000000",
+        "--hidden-size 1099511627776",
+        "--num-layers 1000000000000",
+        "--nproc-per-node 1000000 --global-batch-size 1000000",
+        "--global-batch-size 1000000000000",
+        "--hidden-size 9223372036854775808 --kv-channels 9223372036854775808",
+    ] {
+        let train = "--train-iters 1 --save run --hidden-dropout 0 --attention-dropout 0";
+        let said = refused(folder, &format!("train {MODEL} {train} {flags}"), 8);
+        assert!(said.starts_with("Error: RM2050\n\n  × this run needs at least "), "{flags}: {said}");
+    }
+    assert!(!folder.join("run").exists());
+}
+
+#[test]
+fn flags_may_be_written_with_underscores() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let line = format!(
+        "train {MODEL} --train_iters=1 --micro_batch_size 2 --nproc_per_node 2 --save run_1 --override-opt_param-scheduler"
+    );
+    ok(folder, &line);
+    let inspected: serde_json::Value = serde_json::from_str(&ok(folder, "inspect run_1 --json")).unwrap();
+    assert_eq!(inspected["commit"]["config"]["parallel"]["micro_batch_size"], 2);
+    assert_eq!(inspected["commit"]["layout"]["world_size"], 2);
 }

@@ -45,8 +45,8 @@ impl CommError {
     pub fn code(&self) -> &'static str {
         match self {
             CommError::PeerFailed { .. } => "RM3200",
-            CommError::TimedOut { .. } => "RM3201",
-            CommError::Backend(_) => "RM3203",
+            CommError::TimedOut { .. } => "RM3204",
+            CommError::Backend(error) => error.code(),
             CommError::Desync(_) | CommError::Deadlock { .. } => "RM9003",
         }
     }
@@ -58,7 +58,7 @@ impl CommError {
             CommError::TimedOut { .. } => {
                 "a rank was too busy, or its disk too slow; run again, with a longer --distributed-timeout-minutes"
             }
-            CommError::Backend(_) => "the device's words say what failed",
+            CommError::Backend(error) => error.help(),
             CommError::Desync(_) | CommError::Deadlock { .. } => {
                 "this is a fault of the program; please report it with this text"
             }

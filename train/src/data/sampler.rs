@@ -38,6 +38,18 @@ pub struct EmptyEpoch {
     pub global_batch_size: u64,
 }
 
+impl EmptyEpoch {
+    /// `RM1026`.
+    pub fn code(&self) -> &'static str {
+        "RM1026"
+    }
+
+    /// How to mend it.
+    pub fn help(&self) -> &'static str {
+        "use --epoch-tail span or pad, or a smaller batch"
+    }
+}
+
 impl Sampler {
     /// The order of `num_samples` samples under `seed`, handed out in global batches. A tail rule that counts in whole
     /// batches goes with a constant `batch`; [`TrainConfig::check`] refuses another.

@@ -5,7 +5,7 @@
 //! borders u64, then each sequence's length i32, its byte offset i64, and the index of each document's first sequence i64
 //! (one more than there are documents).
 
-use ckpt::fnv1a;
+use ckpt::{IoClass, fnv1a};
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::FileExt;
@@ -87,7 +87,7 @@ impl TokenFileError {
     /// Code of the error.
     pub fn code(&self) -> &'static str {
         match self {
-            TokenFileError::Io { .. } => "RM1020",
+            TokenFileError::Io { source, .. } => IoClass::of(source).code(),
             TokenFileError::Index { .. } => "RM1021",
             TokenFileError::Length { .. } => "RM1022",
             TokenFileError::TooShort { .. } => "RM1023",
@@ -98,6 +98,9 @@ impl TokenFileError {
     /// How to mend it.
     pub fn help(&self) -> String {
         match self {
+            TokenFileError::Io { source, .. } if source.kind() != io::ErrorKind::NotFound => {
+                IoClass::of(source).help().into()
+            }
             TokenFileError::Io { .. } => {
                 "--data-path names a prefix: PREFIX.bin and PREFIX.idx, as `remesh data tokenize FILE -o PREFIX` writes them".into()
             }

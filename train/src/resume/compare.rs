@@ -1,7 +1,7 @@
 //! What must match between the run that saved and the one that goes on.
 
 use crate::config::TrainConfig;
-use crate::data::Sampler;
+use crate::data::{Sampler, TokenFile, TokenFileError};
 use crate::resume::{ALGORITHM, ResumeError};
 use ckpt::{Commit, fnv1a};
 use serde::{Deserialize, Serialize};
@@ -20,6 +20,22 @@ pub struct Difference {
     pub overridable: bool,
 }
 
+/// Settings that may change where it is allowed by name. The others are shapes.
+pub const CHANGEABLE: [&str; 12] = [
+    "norm-epsilon",
+    "rotary-base",
+    "hidden-dropout",
+    "attention-dropout",
+    "seq-length",
+    "global-batch-size",
+    "seed",
+    "data",
+    "epoch-tail",
+    "loss-average",
+    "optimizer",
+    "numerics",
+];
+
 /// Everything that must match between a checkpoint's run and one that goes on from it, and does not.
 /// Layout, `train_iters`, intervals and paths may change without a word.
 pub fn compare(
@@ -31,37 +47,45 @@ pub fn compare(
     let (a, b) = (saved, wanted);
     let (m, n) = (&a.model, &b.model);
     let mut differences = Vec::new();
-    let mut row = |field, overridable, saved: &dyn ToString, wanted: &dyn ToString| {
+    let mut row = |field, saved: &dyn ToString, wanted: &dyn ToString| {
         let (saved, wanted) = (saved.to_string(), wanted.to_string());
         if saved != wanted {
+            let overridable = CHANGEABLE.contains(&field);
             differences.push(Difference { field, saved, wanted, overridable });
         }
     };
-    row("num-layers", false, &m.num_layers, &n.num_layers);
-    row("hidden-size", false, &m.hidden_size, &n.hidden_size);
-    row("ffn-hidden-size", false, &m.ffn_hidden_size, &n.ffn_hidden_size);
-    row("num-attention-heads", false, &m.num_attention_heads, &n.num_attention_heads);
-    row("num-query-groups", false, &m.num_query_groups, &n.num_query_groups);
-    row("kv-channels", false, &m.kv_channels, &n.kv_channels);
-    row("vocab-size", false, &m.vocab_size, &n.vocab_size);
-    row("tie-embeddings", false, &m.tie_embeddings, &n.tie_embeddings);
-    row("normalization", false, &m.normalization, &n.normalization);
-    row("position-embedding-type", false, &m.position_embedding, &n.position_embedding);
-    row("activation", false, &m.activation, &n.activation);
-    row("biases", false, &m.biases, &n.biases);
-    row("norm-epsilon", true, &m.norm_epsilon, &n.norm_epsilon);
-    row("rotary-base", true, &m.rotary_base, &n.rotary_base);
-    row("hidden-dropout", true, &m.hidden_dropout, &n.hidden_dropout);
-    row("attention-dropout", true, &m.attention_dropout, &n.attention_dropout);
-    row("seq-length", true, &a.parallel.seq_length(), &b.parallel.seq_length());
-    row("global-batch-size", true, &a.batch, &b.batch);
-    row("seed", true, &a.seed, &b.seed);
-    row("data", true, saved_data, data);
-    row("epoch-tail", true, &a.epoch_tail, &b.epoch_tail);
-    row("loss-average", true, &a.loss_average, &b.loss_average);
-    row("optimizer", true, &a.optimizer, &b.optimizer);
-    row("numerics", true, &a.numerics, &b.numerics);
-    row("precision", false, &a.precision, &b.precision);
+    row("num-layers", &m.num_layers, &n.num_layers);
+    row("hidden-size", &m.hidden_size, &n.hidden_size);
+    row("ffn-hidden-size", &m.ffn_hidden_size, &n.ffn_hidden_size);
+    row("num-attention-heads", &m.num_attention_heads, &n.num_attention_heads);
+    row("num-query-groups", &m.num_query_groups, &n.num_query_groups);
+    row("kv-channels", &m.kv_channels, &n.kv_channels);
+    row("vocab-size", &m.vocab_size, &n.vocab_size);
+    row("tie-embeddings", &m.tie_embeddings, &n.tie_embeddings);
+    row("normalization", &m.normalization, &n.normalization);
+    row("position-embedding-type", &m.position_embedding, &n.position_embedding);
+    row("activation", &m.activation, &n.activation);
+    row("biases", &m.biases, &n.biases);
+    row("norm-epsilon", &m.norm_epsilon, &n.norm_epsilon);
+    row("rotary-base", &m.rotary_base, &n.rotary_base);
+    row("hidden-dropout", &m.hidden_dropout, &n.hidden_dropout);
+    row("attention-dropout", &m.attention_dropout, &n.attention_dropout);
+    row("seq-length", &a.parallel.seq_length(), &b.parallel.seq_length());
+    row("global-batch-size", &a.batch, &b.batch);
+    row("seed", &a.seed, &b.seed);
+    match a.parallel.seq_length() == b.parallel.seq_length()
+        && a.batch == b.batch
+        && (a.seed, a.epoch_tail) == (b.seed, b.epoch_tail)
+    {
+        true => row("data", &saved_data.with_tokens(), &data.with_tokens()),
+        // Other batches have other tokens.
+        false => row("data", saved_data, data),
+    }
+    row("epoch-tail", &a.epoch_tail, &b.epoch_tail);
+    row("loss-average", &a.loss_average, &b.loss_average);
+    row("optimizer", &a.optimizer, &b.optimizer);
+    row("numerics", &a.numerics, &b.numerics);
+    row("precision", &a.precision, &b.precision);
     differences
 }
 
@@ -100,7 +124,8 @@ pub struct DataState {
     pub seq_length: u64,
     /// FNV-1a 64 of the `.idx`, hexadecimal.
     pub index_hash: String,
-    /// FNV-1a 64 over the sample ids of the next global batch, hexadecimal.
+    /// FNV-1a 64 over that of each sample of the next global batch, of its id and its tokens, hexadecimal: what is read
+    /// next, and not only its name.
     pub next_batch: String,
     /// Samples of that batch.
     pub next_batch_size: u64,
@@ -114,27 +139,37 @@ impl fmt::Display for DataState {
 }
 
 impl DataState {
-    /// What `sampler` will give after `consumed` samples.
+    /// What `sampler` will give of `tokens` after `consumed` samples; reads one global batch.
+    ///
+    /// # Errors
+    /// If the tokens cannot be read.
     pub fn new(
         config: &TrainConfig,
-        index_hash: u64,
+        tokens: &TokenFile,
         sampler: &Sampler,
         num_samples: u64,
         consumed: u64,
-    ) -> Self {
-        DataState {
-            num_samples,
-            seq_length: config.parallel.seq_length(),
-            index_hash: format!("{index_hash:016x}"),
-            next_batch: next_batch_hash(sampler, consumed),
-            next_batch_size: sampler.batch_size(consumed),
+    ) -> Result<Self, TokenFileError> {
+        let seq_length = config.parallel.seq_length();
+        let mut hashes = Vec::new();
+        for slot in sampler.batch(consumed) {
+            let ids = tokens.read_sample(slot.sample, seq_length, config.model.vocab_size)?;
+            let sample = slot.sample.to_le_bytes().into_iter();
+            let bytes: Vec<u8> = sample.chain(ids.into_iter().flat_map(i32::to_le_bytes)).collect();
+            hashes.extend(fnv1a(&bytes).to_le_bytes());
         }
+        Ok(DataState {
+            num_samples,
+            seq_length,
+            index_hash: format!("{:016x}", tokens.index_hash()),
+            next_batch: format!("{:016x}", fnv1a(&hashes)),
+            next_batch_size: sampler.batch_size(consumed),
+        })
     }
-}
 
-fn next_batch_hash(sampler: &Sampler, consumed: u64) -> String {
-    let ids: Vec<u8> = sampler.batch(consumed).iter().flat_map(|slot| slot.sample.to_le_bytes()).collect();
-    format!("{:016x}", fnv1a(&ids))
+    fn with_tokens(&self) -> String {
+        format!("{self} with the next tokens {}", self.next_batch)
+    }
 }
 
 /// What a checkpoint's `scheduler` says.
@@ -150,15 +185,32 @@ pub(super) fn other_samples(saved: &SavedRun, config: &TrainConfig, data: &DataS
     let differences = compare(&saved.config, &saved.data, config, data);
     let changed: Vec<_> =
         differences.iter().map(|d| d.field).filter(|field| deciding.contains(field)).collect();
-    if !changed.is_empty() {
-        return Some(format!("the next samples are others: {} changed", changed.join(", ")));
-    }
-    let same = data.next_batch == saved.data.next_batch;
-    (!same).then(|| "the next samples are not those that the saved run would have read".to_owned())
+    (!changed.is_empty()).then(|| format!("the next samples are others: {} changed", changed.join(", ")))
 }
 
 /// Largest count of samples, steps or tokens that a run goes on from; sums of it and a run's own do not overflow.
 const COUNT_MAX: u64 = 1 << 56;
+
+/// The position in the order of samples, `num_samples` an epoch, at which the checkpoint's run would read on.
+///
+/// # Errors
+/// Counters that no run can go on from.
+pub fn next_sample(commit: &Commit, num_samples: u64) -> Result<u64, ResumeError> {
+    let counters = &commit.run.counters;
+    let consumed = counters.consumed_train_samples;
+    let counted = [consumed, counters.optimizer_steps, counters.tokens, commit.iteration];
+    let refused = |found, expected| Err(ResumeError::Random { found, expected });
+    if let Some(count) = counted.into_iter().find(|count| *count > COUNT_MAX) {
+        return refused(format!("a count of {count}"), format!("{COUNT_MAX} at most"));
+    }
+    if consumed / num_samples > u32::MAX.into() {
+        return refused(
+            format!("{consumed} samples used of {num_samples}"),
+            "fewer than 2³² epochs".to_owned(),
+        );
+    }
+    Ok(consumed)
+}
 
 /// Checks that the checkpoint's random numbers are ones that this run goes on with.
 pub(super) fn check_random(
@@ -168,15 +220,6 @@ pub(super) fn check_random(
 ) -> Result<(), ResumeError> {
     let random = &commit.run.random;
     let seed_may_change = allow_change.iter().any(|field| field == "seed");
-    let counters = &commit.run.counters;
-    let counted =
-        [counters.consumed_train_samples, counters.optimizer_steps, counters.tokens, commit.iteration];
-    if let Some(count) = counted.into_iter().find(|count| *count > COUNT_MAX) {
-        return Err(ResumeError::Random {
-            found: format!("a count of {count}"),
-            expected: format!("{COUNT_MAX} at most"),
-        });
-    }
     let found = format!("{} of seed {} at sample {}", random.algorithm, random.seed, random.ordinal);
     let seed = if seed_may_change { random.seed } else { config.seed };
     let expected =
