@@ -14,7 +14,6 @@ use std::process::ExitCode;
 use train::comm::threads::{Reason, WorldError};
 use train::resume;
 use train::run::RunError;
-use train::step::BuildError;
 
 /// A command's own refusal, where no library has an error for it.
 #[derive(Debug, thiserror::Error)]
@@ -68,6 +67,7 @@ fn told_by(error: &(dyn Error + 'static)) -> Option<(String, String)> {
         ckpt::LoadError
         ckpt::SavePlanError
         ckpt::SaveError
+        ckpt::SafetensorsError
         reshard::LayoutChangeError
         train::backend::BackendError
         train::backend::cuda::OpenError

@@ -171,7 +171,7 @@ impl Store {
     }
 
     /// Every object under `folder` with its length, by its path in the folder.
-    fn list(&self, folder: &str) -> Result<BTreeMap<String, u64>, StoreError> {
+    pub(crate) fn list(&self, folder: &str) -> Result<BTreeMap<String, u64>, StoreError> {
         let prefix = Path::from(folder);
         RUNTIME
             .block_on(async {

@@ -165,6 +165,12 @@ codes! {
     "RM4050" 6 "memory does not hold what the checkpoint says"
     "A tensor's fingerprint, recomputed after loading, is another one. `remesh verify` checks the files; if they are whole, it is a \
      fault of the program or of the memory."
+    "RM4060" 3 "no safetensors file is there"
+    "A folder of safetensors holds `model.safetensors`, or several files and `model.safetensors.index.json`."
+    "RM4061" 6 "a safetensors file breaks a rule of its format"
+    "Its header was read and nothing else. The download or the copy may be incomplete; fetch the file again."
+    "RM4062" 6 "safetensors files and their index do not agree"
+    "Each tensor is in the one file that the index names. Fetch the files of one revision."
 
     "RM6001" 2 "a wrong command line"
     "`--help` lists commands and flags."
