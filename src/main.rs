@@ -5,6 +5,8 @@
 mod args;
 mod commands;
 mod device;
+mod documents;
+mod encoder;
 mod location;
 mod memory;
 mod metrics;
@@ -62,7 +64,7 @@ enum Command {
 
 #[derive(Debug, Subcommand)]
 enum DataCommand {
-    /// Write files, one document each, as token ids: bytes, then an end token
+    /// Write text as token ids: of files, lines or JSON lines, by bytes or a tokenizer.json
     Tokenize(commands::tokenize::TokenizeArgs),
 }
 

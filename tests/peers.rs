@@ -1,18 +1,20 @@
 //! Other software on what we wrote. Runs only where it is told a Python that has the packages of
-//! `tests/fixtures/gen/read_tables-requirements.txt`, and says so where it does not.
+//! `tests/fixtures/gen/read_tables-requirements.txt` and `indexed-requirements.txt` beside it, and says so where it does not.
 
 use std::path::Path;
 use std::process::{Command, ExitCode};
+use train::data::TokenFile;
 
 fn main() -> ExitCode {
     let Some(python) = std::env::var_os("REMESH_PEERS_PYTHON") else {
         println!(
-            "\npeers: not run here; `.ci/run` installs a Python with pyarrow and runs them (REMESH_PEERS_PYTHON)\n"
+            "\npeers: not run here; `.ci/run` installs a Python with the peers and runs them (REMESH_PEERS_PYTHON)\n"
         );
         return ExitCode::SUCCESS;
     };
     pyarrow_reads_a_checkpoint_as_we_do(Path::new(&python));
-    println!("peers: 1 passed");
+    megatron_reads_our_tokens_and_we_read_its(Path::new(&python));
+    println!("peers: 2 passed");
     ExitCode::SUCCESS
 }
 
@@ -44,6 +46,35 @@ fn pyarrow_reads_a_checkpoint_as_we_do(python: &Path) {
     );
     assert_eq!(tensors.len(), 45, "15 parameters, each with two moments");
     assert_eq!(ours, theirs, "digests of `remesh digest` and of the other reader");
+}
+
+/// Megatron-Core's own reader on what `data tokenize` writes, and its own writer's files, of each integer type and with several
+/// sequences in a document, in ours.
+fn megatron_reads_our_tokens_and_we_read_its(python: &Path) {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let at = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/gen/indexed.py");
+    std::fs::write(at("a.txt"), "text\n\n\u{e9}").expect("a file");
+    run(Command::new(env!("CARGO_BIN_EXE_remesh")).args([
+        "data",
+        "tokenize",
+        &at("a.txt"),
+        "--input-format",
+        "lines",
+        "-o",
+        &at("ours"),
+    ]));
+    let read = run(Command::new(python).args([script, "read", &at("ours")]));
+    assert_eq!(read.trim(), "[[116, 101, 120, 116, 256], [195, 169, 256]]");
+
+    run(Command::new(python).args([script, "write", &at("")]));
+    for name in ["uint8", "int8", "int16", "int32", "int64", "uint16"] {
+        let file = TokenFile::open(Path::new(&at(name))).expect("a token file");
+        assert_eq!((file.num_documents(), file.num_tokens()), (3, 6), "{name}");
+        assert_eq!(file.read_sample(0, 5, 7).expect("its tokens"), [1, 2, 3, 4, 5, 6], "{name}");
+    }
+    let error = TokenFile::open(Path::new(&at("multimodal"))).expect_err("modes are not understood");
+    assert!(error.to_string().contains("multimodal data is not supported"), "{error}");
 }
 
 fn run(command: &mut Command) -> String {

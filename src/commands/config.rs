@@ -2,12 +2,12 @@
 
 use crate::args::said::{Said, resolved};
 use crate::args::{RunArgs, resolve};
-use crate::commands::tokenize::Tokenizer;
 use crate::commands::train;
 use crate::memory;
 use crate::output::Output;
 use crate::report::Refusal;
 use ::train::config::TrainConfig;
+use ::train::data::Tokenizer;
 use mesh::Source;
 use serde::Serialize;
 use std::collections::BTreeMap;

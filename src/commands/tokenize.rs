@@ -1,37 +1,48 @@
-//! `remesh data tokenize`: the byte-level tokenizer. Ids 0 to 255 are bytes, 256 ends a document.
+//! `remesh data tokenize`: text to a token file.
 
+use crate::documents::{self, Document, InputFormat};
+use crate::encoder::Encoder;
 use crate::output::{Output, count};
 use crate::report::Refusal;
 use anyhow::Context;
-use serde::{Deserialize, Serialize};
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
+use serde::Serialize;
 use std::fmt;
-use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use train::data::TokenWriter;
+use train::data::{Existing, TokenWriter};
+
+/// Text that is tokenized at once, on all cores.
+const BATCH_BYTES: usize = 8 << 20;
 
 /// Flags of `remesh data tokenize`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct TokenizeArgs {
-    /// Files to read, each one document
+    /// Files to read, or quoted patterns such as 'books/*.jsonl.gz'
     #[arg(required = true, value_name = "FILE")]
-    files: Vec<PathBuf>,
+    files: Vec<String>,
     /// Write PREFIX.bin, PREFIX.idx and PREFIX.tokenizer.json
     #[arg(long, short, value_name = "PREFIX")]
     output: PathBuf,
-}
-
-/// What `PREFIX.tokenizer.json` says.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Tokenizer {
-    /// How text becomes ids: `byte`.
-    pub(crate) kind: String,
-    /// Ids there are.
-    pub(crate) vocab_size: usize,
-    /// The id that ends a document.
-    pub(crate) eod: u32,
-    /// Names the mapping, so that two files can be told to agree.
-    pub(crate) hash: String,
+    /// The tokenizer.json of a Hugging Face tokenizer [default: ids are bytes, 256 ends a document]
+    #[arg(long, value_name = "PATH")]
+    tokenizer: Option<PathBuf>,
+    /// The token that ends a document [default: eos_token of the tokenizer_config.json beside --tokenizer]
+    #[arg(long, value_name = "TOKEN", requires = "tokenizer")]
+    eod_token: Option<String>,
+    /// Whether each document gets its end token
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true)]
+    #[arg(default_value_t = true, default_missing_value = "true", action = clap::ArgAction::Set)]
+    append_eod: bool,
+    /// What the files hold [default: by the name, jsonl for .jsonl and .ndjson, else text]
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    input_format: Option<InputFormat>,
+    /// Where the text is in an object of JSON
+    #[arg(long, value_name = "KEY", default_value = "text")]
+    json_key: String,
+    /// Replace a token file that is there
+    #[arg(long)]
+    force: bool,
 }
 
 #[derive(Serialize)]
@@ -43,89 +54,81 @@ struct Tokenized {
     vocab_size: usize,
 }
 
-impl Tokenizer {
-    /// Bytes, and 256 for the end of a document.
-    pub(crate) fn byte() -> Self {
-        let hash = format!("{:016x}", ckpt::fnv1a(b"byte 257 256"));
-        Tokenizer { kind: "byte".into(), vocab_size: 257, eod: 256, hash }
-    }
-
-    /// `PREFIX.tokenizer.json`.
-    pub(crate) fn path(prefix: &Path) -> PathBuf {
-        let mut name = prefix.as_os_str().to_owned();
-        name.push(".tokenizer.json");
-        name.into()
-    }
-
-    /// Reads `PREFIX.tokenizer.json`; `None` if there is none.
-    pub(crate) fn open(prefix: &Path) -> anyhow::Result<Option<Self>> {
-        let path = Tokenizer::path(prefix);
-        let text = match std::fs::read(&path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(error).with_context(|| format!("reading `{}`", path.display())),
-        };
-        let tokenizer = serde_json::from_slice(&text).map_err(|error| {
-            let message = format!("`{}` is no tokenizer: {error}", path.display());
-            let help = "write it anew with `remesh data tokenize`, or remove it and give --vocab-size";
-            Refusal::new("RM1025", message, help)
-        })?;
-        Ok(Some(tokenizer))
-    }
-}
-
-/// Writes the documents under `prefix` and returns the number of tokens.
-pub(crate) fn write<'a>(
-    prefix: &Path,
-    documents: impl Iterator<Item = anyhow::Result<Box<dyn Read + 'a>>>,
-) -> anyhow::Result<u64> {
-    let tokenizer = Tokenizer::byte();
-    let writing = || format!("writing `{}`", prefix.display());
-    let mut writer = TokenWriter::create(prefix, tokenizer.vocab_size).with_context(writing)?;
-    for document in documents {
-        let mut failed = None;
-        let bytes = BufReader::new(document?).bytes();
-        let ids = bytes.map_while(|byte| byte.map(u32::from).map_err(|error| failed = Some(error)).ok());
-        writer.add_document(ids.chain([tokenizer.eod])).with_context(writing)?;
-        if let Some(error) = failed {
-            return Err(error).context("reading a document");
+/// Tokenizes files.
+pub(crate) fn run(args: &TokenizeArgs, output: &Output) -> anyhow::Result<ExitCode> {
+    let files = documents::find(&args.files)?;
+    check_target(&args.output, &files, args.force)?;
+    let encoder = match &args.tokenizer {
+        None => Encoder::byte(&args.json_key, args.append_eod),
+        Some(file) => Encoder::huggingface(file, args.eod_token.as_deref(), &args.json_key, args.append_eod)?,
+    };
+    let writing = || format!("writing `{}`", args.output.display());
+    let existing = if args.force { Existing::Replace } else { Existing::Keep };
+    let mut writer =
+        TokenWriter::create(&args.output, encoder.tokenizer.clone(), existing).with_context(writing)?;
+    let mut read = documents::read(&files, args.input_format);
+    let mut num_documents = 0;
+    loop {
+        let batch = next_batch(&mut read)?;
+        if batch.is_empty() {
+            break;
+        }
+        num_documents += batch.len();
+        // In the order of the documents, so that the first error is the same in every run.
+        let ids: Vec<anyhow::Result<Vec<u32>>> =
+            batch.par_iter().map(|document| encoder.encode(document)).collect();
+        for ids in ids {
+            writer.add_document(ids?).with_context(writing)?;
         }
     }
     let tokens = writer.finish().with_context(writing)?;
-    let text = serde_json::to_string_pretty(&tokenizer)? + "\n";
-    std::fs::write(Tokenizer::path(prefix), text).with_context(writing)?;
-    Ok(tokens)
-}
-
-/// Tokenizes files.
-pub(crate) fn run(args: &TokenizeArgs, output: &Output) -> anyhow::Result<ExitCode> {
-    let open = |path: &PathBuf| -> anyhow::Result<Box<dyn Read>> {
-        let file = std::fs::File::open(path).with_context(|| format!("opening `{}`", path.display()))?;
-        Ok(Box::new(file))
-    };
-    // Nothing is written over before everything can be read, and never a document itself.
-    let written = [".bin", ".idx", ".tokenizer.json"].map(|end| {
-        let mut path = args.output.clone().into_os_string();
-        path.push(end);
-        std::fs::canonicalize(path).ok()
-    });
-    for path in &args.files {
-        open(path)?;
-        let own = std::fs::canonicalize(path).with_context(|| format!("opening `{}`", path.display()))?;
-        if written.contains(&Some(own)) {
-            let message = format!("`{}` is a document, and would be written over", path.display());
-            return Err(Refusal::new("RM7004", message, "give -o another prefix").into());
-        }
-    }
-    let tokens = write(&args.output, args.files.iter().map(open))?;
     output.result(&Tokenized {
         schema: "remesh.tokenize/1",
         prefix: args.output.clone(),
-        documents: args.files.len(),
+        documents: num_documents,
         tokens,
-        vocab_size: Tokenizer::byte().vocab_size,
+        vocab_size: encoder.tokenizer.vocab_size,
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Documents of about [`BATCH_BYTES`]; none at the end.
+fn next_batch(
+    documents: &mut impl Iterator<Item = anyhow::Result<Document>>,
+) -> anyhow::Result<Vec<Document>> {
+    let (mut batch, mut bytes) = (Vec::new(), 0);
+    while bytes < BATCH_BYTES
+        && let Some(document) = documents.next().transpose()?
+    {
+        bytes += document.bytes.len();
+        batch.push(document);
+    }
+    Ok(batch)
+}
+
+/// Refuses to write over a document, and without `force` over anything.
+fn check_target(prefix: &Path, documents: &[PathBuf], force: bool) -> anyhow::Result<()> {
+    let refuse = |message, help| -> anyhow::Result<()> { Err(Refusal::new("RM7004", message, help).into()) };
+    let written = [".bin", ".idx", ".tokenizer.json"].map(|end| {
+        let mut path = prefix.as_os_str().to_owned();
+        path.push(end);
+        PathBuf::from(path)
+    });
+    let there: Vec<PathBuf> = written.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect();
+    for path in documents {
+        let own = std::fs::canonicalize(path).with_context(|| format!("opening `{}`", path.display()))?;
+        if there.contains(&own) {
+            let message = format!("`{}` is a document, and would be written over", path.display());
+            return refuse(message, "give -o another prefix");
+        }
+    }
+    match written.iter().find(|path| path.exists()) {
+        Some(path) if !force => refuse(
+            format!("`{}` is there already", path.display()),
+            "give -o another prefix, or replace the token file with --force",
+        ),
+        _ => Ok(()),
+    }
 }
 
 impl fmt::Display for Tokenized {

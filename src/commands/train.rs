@@ -5,7 +5,6 @@ mod start;
 
 use crate::args::said::{Said, settings_of};
 use crate::args::{CheckpointArgs, RunArgs, TrainArgs, resolve};
-use crate::commands::tokenize::Tokenizer;
 use crate::device;
 use crate::memory;
 use crate::output::{Output, complain, count};
@@ -22,7 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 use train::config::{Numerics, TrainConfig};
-use train::data::{Sampler, TokenFile};
+use train::data::{Sampler, TokenFile, Tokenizer};
 use train::resume::{self, DataState, Resume, SavedRun, Selection};
 use train::run::{Event, Job, RunEnd, RunName, SavePolicy};
 

@@ -64,6 +64,13 @@ codes! {
     "`PREFIX.tokenizer.json` is not what `remesh data tokenize` writes. Write it anew, or remove it and give `--vocab-size`."
     "RM1026" 2 "an epoch holds no global batch"
     "With `--epoch-tail drop` the samples of an epoch that fill no batch are not used; here that would be all of them."
+    "RM1027" 6 "a Hugging Face tokenizer cannot be understood"
+    "`--tokenizer` takes the `tokenizer.json` of a model; a `tokenizer_config.json` beside it is read for its end token."
+    "RM1028" 6 "a document gives no ids"
+    "The message names file and line: of JSON lines each is an object with its text under `--json-key`; a Hugging Face tokenizer takes \
+     UTF-8 alone."
+    "RM1029" 6 "a document is too long"
+    "A document of a token file has at most 2³¹ − 1 tokens. Cut it into several, or make a document of each line."
 
     "RM2001" 2 "sizes of a layout that do not divide"
     "World size = TP × PP × CP × GTP × DP, weight shards = TP × GTP, sequence shards = SP degree × shards inside GTP; all of them \

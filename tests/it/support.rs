@@ -18,7 +18,7 @@ use train::config::{
     OptimizerConfig, PositionEmbedding, Precision, TrainConfig,
 };
 use train::data::sampler::{RankReader, Sampler};
-use train::data::{TokenFile, TokenWriter};
+use train::data::{Existing, TokenFile, TokenWriter, Tokenizer};
 use train::model::MicroBatch;
 use train::parallel::{Comms, StepError};
 use train::state::{RunState, Streams};
@@ -174,7 +174,7 @@ pub fn schedule(train_iters: u64) -> ScheduleConfig {
 /// A token file of one document whose token i is `(7i² + 3i + ⌊i/8⌋) mod 251`.
 pub fn token_file(folder: &Path, num_tokens: u64) -> TokenFile {
     let prefix = folder.join("tokens");
-    let mut writer = TokenWriter::create(&prefix, 257).unwrap();
+    let mut writer = TokenWriter::create(&prefix, Tokenizer::byte(), Existing::Keep).unwrap();
     writer.add_document((0..num_tokens).map(|i| ((i * i * 7 + i * 3 + (i >> 3)) % 251) as u32)).unwrap();
     writer.finish().unwrap();
     TokenFile::open(&prefix).unwrap()

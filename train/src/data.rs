@@ -1,7 +1,12 @@
 //! Token files, and which samples a rank reads: functions of the step and the layout alone, so nothing is kept per rank.
 
+mod index;
 pub mod sampler;
+mod tokenizer;
 pub mod tokens;
+mod writer;
 
 pub use sampler::Sampler;
-pub use tokens::{TokenFile, TokenFileError, TokenWriter};
+pub use tokenizer::Tokenizer;
+pub use tokens::{TokenFile, TokenFileError};
+pub use writer::{Existing, TokenWriter};

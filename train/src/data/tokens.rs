@@ -1,32 +1,19 @@
 //! Token files in Megatron's indexed form: `PREFIX.bin` holds the ids of all documents one after another, `PREFIX.idx` says
 //! where each begins. Little-endian.
-//!
-//! `.idx`: magic `MMIDIDX\0\0`, version u64 = 1, element type u8 (8: u16, 4: i32), number of sequences u64, number of document
-//! borders u64, then each sequence's length i32, its byte offset i64, and the index of each document's first sequence i64
-//! (one more than there are documents).
 
+use crate::data::index::Index;
 use ckpt::{IoClass, fnv1a};
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-
-const MAGIC: &[u8; 9] = b"MMIDIDX\0\0";
-const VERSION: u64 = 1;
-const HEADER_BYTES: u64 = 9 + 8 + 1 + 8 + 8;
-const U16_CODE: u8 = 8;
-const I32_CODE: u8 = 4;
-/// Vocabularies below this many ids are kept in 16 bits.
-const U16_VOCAB_END: usize = 65_500;
 
 /// An opened pair of `.bin` and `.idx`; samples are read when asked for.
 #[derive(Debug)]
 pub struct TokenFile {
     bin: File,
     path: PathBuf,
-    token_bytes: u64,
-    num_tokens: u64,
-    num_documents: u64,
+    index: Index,
     index_hash: u64,
 }
 
@@ -42,12 +29,20 @@ pub enum TokenFileError {
         source: io::Error,
     },
     /// The index is not what it should be.
-    #[error("{}: {reason}; it was not written by `remesh data tokenize` or Megatron's preprocessing", path.display())]
+    #[error("{}: {reason}; what `remesh data tokenize` and Megatron's preprocessing of text write is read", path.display())]
     Index {
         /// Which file.
         path: PathBuf,
         /// What is wrong with it.
         reason: String,
+    },
+    /// A description of a tokenizer that is none.
+    #[error("{} does not describe a tokenizer", path.display())]
+    Tokenizer {
+        /// Which file.
+        path: PathBuf,
+        /// The cause.
+        source: serde_json::Error,
     },
     /// The index and the tokens do not belong together.
     #[error("{}: found {found} bytes, the index says {expected}", path.display())]
@@ -67,7 +62,7 @@ pub enum TokenFileError {
         /// Which sample.
         sample: u64,
         /// The token.
-        id: i32,
+        id: i64,
         /// Ids of the model.
         vocab_size: usize,
     },
@@ -92,6 +87,7 @@ impl TokenFileError {
             TokenFileError::Length { .. } => "RM1022",
             TokenFileError::TooShort { .. } => "RM1023",
             TokenFileError::Id { .. } => "RM1024",
+            TokenFileError::Tokenizer { .. } => "RM1025",
         }
     }
 
@@ -107,6 +103,9 @@ impl TokenFileError {
             TokenFileError::Index { .. } | TokenFileError::Length { .. } => {
                 "write the pair anew with `remesh data tokenize`".into()
             }
+            TokenFileError::Tokenizer { .. } => {
+                "write it anew with `remesh data tokenize`, or remove it and give --vocab-size".into()
+            }
             TokenFileError::Id { .. } => {
                 "these tokens are of another tokenizer: leave out --vocab-size, or tokenize the text anew".into()
             }
@@ -115,7 +114,7 @@ impl TokenFileError {
     }
 }
 
-fn with_extension(prefix: &Path, extension: &str) -> PathBuf {
+pub(super) fn with_extension(prefix: &Path, extension: &str) -> PathBuf {
     let mut name = prefix.as_os_str().to_owned();
     name.push(extension);
     PathBuf::from(name)
@@ -133,59 +132,25 @@ impl TokenFile {
             let path = path.to_owned();
             move |source| TokenFileError::Io { path, source }
         };
-        let index = std::fs::read(&index_path).map_err(io(&index_path))?;
-        let bad = |reason: String| TokenFileError::Index { path: index_path.clone(), reason };
-        let word = |at: usize| -> Option<u64> {
-            Some(u64::from_le_bytes(index.get(at..at + 8)?.try_into().expect("eight bytes")))
-        };
-        if index.get(..9) != Some(MAGIC) {
-            return Err(bad("it does not begin with `MMIDIDX`".into()));
-        }
-        let (Some(version), Some(code), Some(sequences), Some(borders)) =
-            (word(9), index.get(17), word(18), word(26))
-        else {
-            return Err(bad("it ends inside its header".into()));
-        };
-        if version != VERSION {
-            return Err(bad(format!("version {version} where {VERSION} is supported")));
-        }
-        let token_bytes = match *code {
-            U16_CODE => 2,
-            I32_CODE => 4,
-            other => return Err(bad(format!("element type {other} where 8 (u16) or 4 (i32) is expected"))),
-        };
-        let expected = u128::from(HEADER_BYTES) + u128::from(sequences) * 12 + u128::from(borders) * 8;
-        if expected != index.len() as u128 {
-            return Err(bad(format!("{} bytes where {sequences} sequences need {expected}", index.len())));
-        }
-        let lengths = &index[HEADER_BYTES as usize..][..sequences as usize * 4];
-        let pointers = &index[HEADER_BYTES as usize + lengths.len()..][..sequences as usize * 8];
-        let mut num_tokens = 0u64;
-        for (length, pointer) in lengths.chunks_exact(4).zip(pointers.chunks_exact(8)) {
-            let length = i32::from_le_bytes(length.try_into().expect("four bytes"));
-            let pointer = i64::from_le_bytes(pointer.try_into().expect("eight bytes"));
-            if length < 0 || pointer != (num_tokens * token_bytes) as i64 {
-                return Err(bad(format!("a sequence of {length} tokens at byte {pointer}")));
-            }
-            num_tokens += length as u64;
-        }
+        let bytes = std::fs::read(&index_path).map_err(io(&index_path))?;
+        let index = Index::parse(&bytes)
+            .map_err(|reason| TokenFileError::Index { path: index_path.clone(), reason })?;
         let bin = File::open(&path).map_err(io(&path))?;
-        let found = bin.metadata().map_err(io(&path))?.len();
-        if found != num_tokens * token_bytes {
-            return Err(TokenFileError::Length { path, found, expected: num_tokens * token_bytes });
+        let (found, expected) = (bin.metadata().map_err(io(&path))?.len(), index.bin_bytes);
+        if found != expected {
+            return Err(TokenFileError::Length { path, found, expected });
         }
-        let num_documents = borders.saturating_sub(1);
-        Ok(TokenFile { bin, path, token_bytes, num_tokens, num_documents, index_hash: fnv1a(&index) })
+        Ok(TokenFile { bin, path, index, index_hash: fnv1a(&bytes) })
     }
 
     /// Tokens of all documents, their end tokens included.
     pub fn num_tokens(&self) -> u64 {
-        self.num_tokens
+        self.index.num_tokens
     }
 
     /// Documents.
     pub fn num_documents(&self) -> u64 {
-        self.num_documents
+        self.index.num_documents
     }
 
     /// FNV-1a 64 of the `.idx`: what a resume compares.
@@ -198,10 +163,10 @@ impl TokenFile {
     /// # Errors
     /// If there is none.
     pub fn num_samples(&self, seq_length: u64) -> Result<u64, TokenFileError> {
-        match self.num_tokens.saturating_sub(1) / seq_length {
+        match self.index.num_tokens.saturating_sub(1) / seq_length {
             0 => Err(TokenFileError::TooShort {
                 path: self.path.clone(),
-                num_tokens: self.num_tokens,
+                num_tokens: self.index.num_tokens,
                 seq_length,
             }),
             samples => Ok(samples),
@@ -218,88 +183,16 @@ impl TokenFile {
         seq_length: u64,
         vocab_size: usize,
     ) -> Result<Vec<i32>, TokenFileError> {
-        let mut bytes = vec![0; ((seq_length + 1) * self.token_bytes) as usize];
+        let Index { element, .. } = self.index;
+        let mut bytes = vec![0; ((seq_length + 1) * element.bytes()) as usize];
         self.bin
-            .read_exact_at(&mut bytes, sample * seq_length * self.token_bytes)
+            .read_exact_at(&mut bytes, sample * seq_length * element.bytes())
             .map_err(|source| TokenFileError::Io { path: self.path.clone(), source })?;
-        let tokens: Vec<i32> = match self.token_bytes {
-            2 => bytes.chunks_exact(2).map(|b| i32::from(u16::from_le_bytes([b[0], b[1]]))).collect(),
-            _ => bytes.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
-        };
-        match tokens.iter().find(|id| usize::try_from(**id).map_or(true, |id| id >= vocab_size)) {
-            Some(id) => Err(TokenFileError::Id { path: self.path.clone(), sample, id: *id, vocab_size }),
-            None => Ok(tokens),
-        }
-    }
-}
-
-/// Writes a pair of `.bin` and `.idx`, one document after another.
-#[derive(Debug)]
-pub struct TokenWriter {
-    bin: BufWriter<File>,
-    index_path: PathBuf,
-    token_bytes: usize,
-    lengths: Vec<u64>,
-}
-
-impl TokenWriter {
-    /// Creates `PREFIX.bin`, or truncates it; `PREFIX.idx` appears when the writer is finished.
-    ///
-    /// # Errors
-    /// If the file cannot be created.
-    pub fn create(prefix: &Path, vocab_size: usize) -> io::Result<Self> {
-        Ok(TokenWriter {
-            bin: BufWriter::new(File::create(with_extension(prefix, ".bin"))?),
-            index_path: with_extension(prefix, ".idx"),
-            token_bytes: if vocab_size < U16_VOCAB_END { 2 } else { 4 },
-            lengths: Vec::new(),
+        let ids = bytes.chunks_exact(element.bytes() as usize).map(|bytes| element.id(bytes));
+        ids.map(|id| match usize::try_from(id) {
+            Ok(row) if row < vocab_size => Ok(id as i32),
+            _ => Err(TokenFileError::Id { path: self.path.clone(), sample, id, vocab_size }),
         })
-    }
-
-    /// Adds a document, its end token included.
-    ///
-    /// # Errors
-    /// If it cannot be written, or has more than 2³¹ − 1 tokens.
-    pub fn add_document(&mut self, tokens: impl IntoIterator<Item = u32>) -> io::Result<()> {
-        let mut length = 0;
-        for token in tokens {
-            self.bin.write_all(&token.to_le_bytes()[..self.token_bytes])?;
-            length += 1;
-        }
-        if length > i32::MAX as u64 {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidInput,
-                "a document of more than 2³¹ − 1 tokens",
-            ));
-        }
-        self.lengths.push(length);
-        Ok(())
-    }
-
-    /// Completes both files and returns the number of tokens.
-    ///
-    /// # Errors
-    /// If they cannot be written.
-    pub fn finish(self) -> io::Result<u64> {
-        self.bin.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
-        let mut index = BufWriter::new(File::create(&self.index_path)?);
-        index.write_all(MAGIC)?;
-        index.write_all(&VERSION.to_le_bytes())?;
-        index.write_all(&[if self.token_bytes == 2 { U16_CODE } else { I32_CODE }])?;
-        index.write_all(&(self.lengths.len() as u64).to_le_bytes())?;
-        index.write_all(&(self.lengths.len() as u64 + 1).to_le_bytes())?;
-        for length in &self.lengths {
-            index.write_all(&(*length as i32).to_le_bytes())?;
-        }
-        let mut tokens = 0;
-        for length in &self.lengths {
-            index.write_all(&(tokens * self.token_bytes as u64).to_le_bytes())?;
-            tokens += length;
-        }
-        for border in 0..=self.lengths.len() as u64 {
-            index.write_all(&border.to_le_bytes())?;
-        }
-        index.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
-        Ok(tokens)
+        .collect()
     }
 }

@@ -1,0 +1,41 @@
+//! `PREFIX.tokenizer.json`: which tokenizer made a token file. The tokenizers themselves are not known here.
+
+use crate::data::tokens::{TokenFileError, with_extension};
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::path::Path;
+
+/// What `PREFIX.tokenizer.json` says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tokenizer {
+    /// How text becomes ids: `byte` or `huggingface`.
+    pub kind: String,
+    /// All ids are below this.
+    pub vocab_size: usize,
+    /// The id that ends a document, if one is known.
+    pub eod: Option<u32>,
+    /// Names the mapping, so that two files can be told to agree.
+    pub hash: String,
+}
+
+impl Tokenizer {
+    /// Ids 0 to 255 are bytes, and 256 ends a document.
+    pub fn byte() -> Self {
+        let hash = format!("{:016x}", ckpt::fnv1a(b"byte 257 256"));
+        Tokenizer { kind: "byte".into(), vocab_size: 257, eod: Some(256), hash }
+    }
+
+    /// Reads `PREFIX.tokenizer.json`; `None` if there is none.
+    ///
+    /// # Errors
+    /// If it cannot be read, or is something else.
+    pub fn open(prefix: &Path) -> Result<Option<Self>, TokenFileError> {
+        let path = with_extension(prefix, ".tokenizer.json");
+        let text = match std::fs::read(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(TokenFileError::Io { path, source }),
+        };
+        serde_json::from_slice(&text).map(Some).map_err(|source| TokenFileError::Tokenizer { path, source })
+    }
+}
