@@ -353,6 +353,7 @@ fn what_was_allowed_to_change_caps_the_level() {
     let saved = store.checkpoint(1).unwrap();
     let mut wider = config.clone();
     wider.parallel = Layout::SINGLE.parallel(64, 16).unwrap();
+    wider.batch = BatchSchedule::constant(16).unwrap();
     let allowed = ["global-batch-size".to_owned()];
     let target = Store::open("memory://").unwrap();
     let told =
@@ -415,7 +416,7 @@ fn every_setting_that_must_match_is_compared() {
     change(&|c, _| c.model.hidden_dropout = 0.0);
     change(&|c, _| c.model.attention_dropout = 0.0);
     change(&|c, _| c.parallel = Layout::SINGLE.parallel(128, 8).unwrap());
-    change(&|c, _| c.parallel = Layout::SINGLE.parallel(64, 16).unwrap());
+    change(&|c, _| c.batch = BatchSchedule::constant(16).unwrap());
     change(&|c, _| c.seed = 1);
     change(&|_, d| d.index_hash = "01".into());
     change(&|c, _| c.epoch_tail = EpochTail::Drop);
@@ -444,7 +445,7 @@ fn every_setting_that_must_match_is_compared() {
         seq-length: 64 → 128, may be allowed
         global-batch-size: 8 → 16, may be allowed
         seed: 1234 → 1, may be allowed
-        data: 93 samples of index 00 → 93 samples of index 01, may be allowed
+        data: 93 samples of index 00 with the next tokens 00 → 93 samples of index 01 with the next tokens 00, may be allowed
         epoch-tail: span → drop, may be allowed
         loss-average: token → sample, may be allowed
         optimizer: AdamW (β 0.9 and 0.999, ε 0.00000001, clip 1) → AdamW (β 0.9 and 0.999, ε 0.00000001, clip 0.5), may be allowed
