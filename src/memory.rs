@@ -1,15 +1,16 @@
 //! How much memory there is, so that what cannot fit is refused before any of it is asked for.
 
+use crate::args::DeviceArg;
 use train::config::{ConfigError, TrainConfig};
 
-/// Checks that the machine has what the run needs at least.
+/// Checks that the machine has what the run needs at least. State on a GPU is that device's own to refuse.
 ///
 /// # Errors
 /// If it has less, with both numbers.
-pub(crate) fn check(config: &TrainConfig) -> Result<(), ConfigError> {
-    match of_this_process() {
-        Some(bytes) => config.check_memory(bytes),
-        None => Ok(()),
+pub(crate) fn check(config: &TrainConfig, device: DeviceArg) -> Result<(), ConfigError> {
+    match (device, of_this_process()) {
+        (DeviceArg::Cpu, Some(bytes)) => config.check_memory(bytes),
+        (DeviceArg::Cuda, _) | (_, None) => Ok(()),
     }
 }
 

@@ -68,7 +68,9 @@ fn told_by(error: &(dyn Error + 'static)) -> Option<(String, String)> {
         ckpt::SavePlanError
         ckpt::SaveError
         ckpt::SafetensorsError
+        mesh::PipelineError
         reshard::LayoutChangeError
+        reshard::UndividedTensor
         train::backend::BackendError
         train::backend::cuda::OpenError
         train::comm::CommError

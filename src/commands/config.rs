@@ -69,7 +69,7 @@ fn resolve(said: &Said) -> anyhow::Result<TrainConfig> {
     let vocab_size = data.map(Tokenizer::open).transpose()?.flatten().map(|tokenizer| tokenizer.vocab_size);
     let config = resolve::config(&said.args, parallel, vocab_size, None)?;
     config.check()?;
-    memory::check(&config)?;
+    memory::check(&config, said.args.training.device.unwrap_or_default())?;
     Ok(config)
 }
 

@@ -9,7 +9,7 @@ use reshard::{CutChange, FoldChange, LayoutChange, plan_layout_change};
 use serde::Serialize;
 use std::fmt;
 use std::process::ExitCode;
-use train::config::{ConfigError, TrainConfig};
+use train::config::{Numerics, TrainConfig};
 use train::resume::SavedRun;
 
 /// Flags of `remesh plan`.
@@ -116,6 +116,12 @@ struct Refused {
     help: String,
 }
 
+impl Refused {
+    fn new(code: &'static str, error: &dyn std::error::Error, help: String) -> Self {
+        Refused { code, message: error.to_string(), help }
+    }
+}
+
 /// Plans a resume.
 pub(crate) fn run(args: &PlanArgs, output: &Output) -> anyhow::Result<ExitCode> {
     let checkpoint = args.checkpoint.open()?;
@@ -144,29 +150,40 @@ pub(crate) fn run(args: &PlanArgs, output: &Output) -> anyhow::Result<ExitCode> 
         (world_size, _) => resolve::world_size(world_size, said.args()),
     };
     let target = said.resolve(world_size, 0)?;
-    let refused = TrainConfig { parallel: target, ..saved.clone() }.check().err();
+    let consumed = checkpoint.commit().run.counters.consumed_train_samples;
+    let wanted = TrainConfig { parallel: target, ..saved.clone() };
+    let refused = match (wanted.check(), wanted.check_batches(consumed)) {
+        (Err(error), _) => Some(Refused::new(error.code(), &error, error.help())),
+        (_, Err(error)) => Some(Refused::new(error.code(), &error, error.help())),
+        (Ok(()), Ok(())) => None,
+    };
     let (num_chunks, split) = args.stages.split(target.layout().pp());
     let (catalog, layouts) = (checkpoint.catalog(), [saved.parallel.layout(), target.layout()]);
     let change = plan_layout_change(catalog, layouts[0], layouts[1], num_chunks, &split)?;
-    output.result(&plan(&checkpoint, &saved.parallel, &target, change, refused, said.explain(&target)))?;
+    output.result(&plan(&checkpoint, &saved, &target, change, refused, said.explain(&target)))?;
     Ok(ExitCode::SUCCESS)
 }
 
 fn plan(
     checkpoint: &Checkpoint,
-    saved: &ParallelConfig,
+    saved: &TrainConfig,
     target: &ParallelConfig,
     change: LayoutChange,
-    refused: Option<ConfigError>,
+    refused: Option<Refused>,
     explained: Vec<Explained>,
 ) -> Plan {
+    let is_other_sum = saved.numerics == Numerics::Fast && saved.parallel != *target;
+    let saved = &saved.parallel;
     let sizes = [
         ("sequence length", saved.seq_length(), target.seq_length()),
         ("global batch size", saved.global_batch_size(), target.global_batch_size()),
     ];
     let changed = sizes.into_iter().filter(|(_, saved, wanted)| saved != wanted);
-    let reasons: Vec<String> =
+    let mut reasons: Vec<String> =
         changed.map(|(what, saved, wanted)| format!("the {what} changes from {saved} to {wanted}")).collect();
+    if is_other_sum {
+        reasons.push("fast numerics add in another order under another layout".to_owned());
+    }
     let bytes_read = change.bytes_to_read(checkpoint.catalog());
     Plan {
         schema: "remesh.plan/1",
@@ -180,11 +197,7 @@ fn plan(
         resume: ResumePlan {
             next_sample: checkpoint.commit().run.counters.consumed_train_samples,
             exact: reasons.is_empty() && refused.is_none(),
-            refused: refused.map(|error| Refused {
-                code: error.code(),
-                message: error.to_string(),
-                help: error.help(),
-            }),
+            refused,
             reasons,
         },
         explained,

@@ -113,7 +113,7 @@ fn train_from(
         saved.as_ref().map(|saved| &saved.config),
     )?;
     config.check_batches(continued.map_or(0, |saved| saved.commit().run.counters.consumed_train_samples))?;
-    memory::check(&config)?;
+    memory::check(&config, said.args.training.device.unwrap_or_default())?;
     let data = data_state(&config, &said.tokens, continued)?;
     let none = Vec::new();
     let resume = start.checkpoint.as_ref().map(|checkpoint| Resume {
