@@ -183,7 +183,8 @@ pub(crate) fn check_flags(args: &TrainArgs, parallel: ParallelConfig) -> Result<
         // What data or a checkpoint may still say.
         Err(error) => return error.downcast().map_or(Ok(()), Err),
     };
-    match config.check().and_then(|()| memory::check(&config)).err() {
+    match config.check().and_then(|()| memory::check(&config, args.training.device.unwrap_or_default())).err()
+    {
         // A resume takes them from the checkpoint.
         Some(ConfigError::Leaf { .. }) if may_resume && leaf.is_none() => Ok(()),
         Some(ConfigError::TpLeaves { .. } | ConfigError::TpLeavesOfModel { .. })
@@ -285,7 +286,7 @@ fn model(args: &ModelArgs, vocab_size: Option<usize>, seq_length: usize) -> anyh
         _ => Activation::Swiglu,
     };
     let default_ffn = match activation {
-        Activation::Swiglu => hidden_size.saturating_mul(8) / 3 / 64 * 64,
+        Activation::Swiglu => (hidden_size.saturating_mul(8) / 3 / 64).max(1) * 64,
         Activation::Gelu | Activation::GeluTanh => hidden_size.saturating_mul(4),
     };
     Ok(ModelConfig {

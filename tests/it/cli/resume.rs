@@ -164,7 +164,10 @@ fn other_tokens_under_the_same_index_are_refused_or_said() {
     assert!(said.contains("--allow-change data"), "{said}");
     let said = ok(folder, &format!("{line} --allow-change data"));
     assert!(said.contains(", verified L0\n"), "{said}");
-    assert!(said.contains("L3 step 3 is not expected to equal the saved run's: other data "), "{said}");
+    assert!(
+        said.contains("L3 step 3 is not expected to equal the saved run's: other data, schedule "),
+        "{said}"
+    );
 }
 
 #[test]
