@@ -2,7 +2,7 @@
 
     python3 benches/attention_h200.py [--check-only] [--time-only]
 
-Needs a Hopper GPU, PyTorch, and CUDA's libnvrtc.so.13 on the library path. Every check draws new inputs, poisons the outputs with
+Needs a Hopper GPU, PyTorch, and libnvrtc.so.13 on the library path. Every check draws new inputs, poisons the outputs with
 NaN, compares relative norms, and runs twice for equal bits. Times are medians of CUDA events, rates count 4·d operations
 a visible score forward and 10·d backward whatever a kernel recomputes.
 """
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-SOURCE = pathlib.Path(__file__).parent.parent / "train/src/backend/cuda/kernels/attention.cu"
+KERNELS = pathlib.Path(__file__).parent.parent / "train/src/backend/cuda/kernels"
 # bf16 has 8 bits: one rounding of inputs, weights and outputs each is 2⁻⁹ in the worst case, half of it in norm.
 BOUND = 1e-2
 BOUND_LSE = 1e-5
@@ -33,9 +33,10 @@ def check(code):
 
 def compile_kernels(head_dim, dropout):
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    options = ["--gpu-architecture=sm_90a", f"-DHEAD_DIM={head_dim}"] + ["-DDROPOUT"] * dropout
+    options = ["--gpu-architecture=sm_90a", f"-DHEAD_DIM={head_dim}", "-DKERNEL(name)=name"] + ["-DDROPOUT"] * dropout
+    source = b"\n".join((KERNELS / name).read_bytes() for name in ("prelude.cuh", "attention.cu"))
     array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), SOURCE.read_bytes(), b"attention.cu", 0, None, None))
+    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"attention.cu", 0, None, None))
     failed = nvrtc.nvrtcCompileProgram(program, len(options), array)
     check(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
     log = ctypes.create_string_buffer(size.value)

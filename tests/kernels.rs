@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::process::ExitCode;
 use train::backend::cuda::CompileError;
-use train::backend::cuda::kernels::{SOURCES, Source};
+use train::backend::cuda::kernels::{Source, sources_for};
 use train::backend::cuda::nvrtc::{compile, usage};
 
 const ARCHITECTURE: &str = "sm_90a";
@@ -13,11 +13,11 @@ fn main() -> ExitCode {
     let required = std::env::args().any(|argument| argument == "--require-compiler");
     let mut faults = Vec::new();
     let mut num_kernels = 0;
-    for source in SOURCES {
-        match compile(&source, ARCHITECTURE) {
+    for source in sources_for(ARCHITECTURE) {
+        match compile(source, ARCHITECTURE) {
             Ok(compiled) => {
                 num_kernels += source.kernels.len();
-                faults.extend(faults_of(&source, &compiled.log));
+                faults.extend(faults_of(source, &compiled.log));
             }
             Err(CompileError::Missing) if !required => {
                 println!(

@@ -67,6 +67,13 @@ pub(super) struct Fixed {
     pub(super) peak: u64,
 }
 
+/// `TensorMap` of `attention.cu`: CUDA's description of a matrix for the copy engine.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct TensorMap {
+    pub(super) words: [u64; 16],
+}
+
 /// `Drop`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]

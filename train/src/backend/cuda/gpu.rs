@@ -1,7 +1,7 @@
 //! A GPU that was opened: its context and compiled kernels, shared by all ranks that compute on it.
 
 use super::CudaBackend;
-use super::kernels::SOURCES;
+use super::kernels::sources_for;
 use super::loader::{self, Present, reason};
 use super::nvrtc::{self, CompileError};
 use crate::backend::{BackendError, MemoryPlan};
@@ -110,8 +110,8 @@ impl Gpu {
         use sys::CUdevice_attribute as Of;
         let num_multiprocessors = attribute(Of::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
         let max_shared = attribute(Of::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
-        for source in SOURCES {
-            let code = nvrtc::cubin(&source, &architecture, cache)?;
+        for source in sources_for(&architecture) {
+            let code = nvrtc::cubin(source, &architecture, cache)?;
             // SAFETY: the image is the compiler's for this architecture, whole; it is copied.
             let module = unsafe { result::module::load_data(code.as_ptr().cast()) }.map_err(driver)?;
             for kernel in source.kernels {
@@ -147,6 +147,11 @@ impl Gpu {
     pub(super) fn enter(&self) -> Result<(), DriverError> {
         // SAFETY: the context is retained for the rest of the process.
         unsafe { result::ctx::set_current(self.context) }
+    }
+
+    /// Whether there is a kernel for this GPU.
+    pub(super) fn has(&self, kernel: &str) -> bool {
+        self.functions.contains_key(kernel)
     }
 
     /// A kernel of the table.

@@ -16,8 +16,13 @@ pub struct Source {
     pub kernels: &'static [&'static str],
 }
 
-/// All files.
-pub const SOURCES: [Source; 9] = [
+/// The files for an architecture such as `sm_90a`.
+pub fn sources_for(architecture: &str) -> impl Iterator<Item = &'static Source> {
+    SOURCES.iter().chain(if architecture == HOPPER { &HOPPER_SOURCES[..] } else { &[] })
+}
+
+/// Files for any architecture.
+static SOURCES: [Source; 9] = [
     Source {
         name: "rows",
         text: include_str!("kernels/rows.cu"),
@@ -129,4 +134,40 @@ pub const SOURCES: [Source; 9] = [
             "tiles_keys_float_bf16",
         ],
     },
+];
+
+/// What code with Hopper's own instructions is compiled for.
+const HOPPER: &str = "sm_90a";
+
+/// `attention.cu` for a head size, with dropout or without.
+macro_rules! attention {
+    ($head_dim:literal, $suffix:literal, $defines:literal) => {
+        Source {
+            name: concat!("attention", $suffix),
+            text: concat!(
+                "#define HEAD_DIM ",
+                $head_dim,
+                "\n#define KERNEL(name) name##",
+                $suffix,
+                "\n",
+                $defines,
+                include_str!("kernels/attention.cu")
+            ),
+            max_registers: 168,
+            kernels: &[
+                concat!("attention_forward", $suffix),
+                concat!("attention_stats", $suffix),
+                concat!("attention_dq", $suffix),
+                concat!("attention_dkv", $suffix),
+            ],
+        }
+    };
+}
+
+/// Files for Hopper alone.
+static HOPPER_SOURCES: [Source; 4] = [
+    attention!(64, "_64", ""),
+    attention!(64, "_64_dropout", "#define DROPOUT\n"),
+    attention!(128, "_128", ""),
+    attention!(128, "_128_dropout", "#define DROPOUT\n"),
 ];

@@ -32,16 +32,16 @@ macro_rules! typed {
 
 /// Inputs of attention, as operations name them.
 #[derive(Clone, Copy)]
-struct AttentionOperands {
-    qkv: View,
-    kv: View,
-    positions: View,
-    samples: View,
-    heads: backend::Heads,
-    batch: usize,
-    tile: usize,
-    dropout: Option<Dropout>,
-    first_head: u32,
+pub(super) struct AttentionOperands {
+    pub(super) qkv: View,
+    pub(super) kv: View,
+    pub(super) positions: View,
+    pub(super) samples: View,
+    pub(super) heads: backend::Heads,
+    pub(super) batch: usize,
+    pub(super) tile: usize,
+    pub(super) dropout: Option<Dropout>,
+    pub(super) first_head: u32,
 }
 
 impl CudaBackend {
@@ -481,13 +481,15 @@ impl CudaBackend {
             tile: tile as i64,
             scale: 1.0 / (heads.head_dim as f32).sqrt(),
             has_dropout: i32::from(dropout.is_some()),
-            drop: dropout
-                .map_or(bytemuck::Zeroable::zeroed(), |dropout| drop_of(dropout, ATTENTION_DROPOUT, 0)),
+            drop: attention_drop(dropout),
             first_head,
         }
     }
 
     fn attention(&self, operands: AttentionOperands, out: View, lse: View) -> Result<(), Fault> {
+        if self.is_quick_attention(operands, &[out, lse]) {
+            return self.quick_attention(operands, out, lse);
+        }
         let arguments = Arguments::default().and(self.attention_arguments(operands));
         let arguments = arguments.and(self.mat(out)).and(self.mat(lse));
         let shared = shared_bytes(operands.heads, 3, 1);
@@ -503,6 +505,9 @@ impl CudaBackend {
         (d_qkv, d_kv): (View, View),
         add: Accumulate,
     ) -> Result<(), Fault> {
+        if add == Accumulate::Float && self.is_quick_attention(operands, &[out, lse, d_out, d_qkv, d_kv]) {
+            return self.quick_attention_backward(operands, (out, lse), d_out, (d_qkv, d_kv));
+        }
         let (rows, heads) = (operands.qkv.rows, operands.heads.num_queries());
         let delta = self.scratch(rows, heads)?;
         let gradient = Gradient { out: self.mat(out), lse: self.mat(lse), d_out: self.mat(d_out) };
@@ -579,6 +584,11 @@ fn drop_of(dropout: Dropout, purpose: u32, site: u32) -> Drop {
         threshold: (f64::from(p) * (1u64 << 32) as f64) as u32,
         scale: 1.0 / (1.0 - p),
     }
+}
+
+/// Without dropout nothing looks at it.
+pub(super) fn attention_drop(dropout: Option<Dropout>) -> Drop {
+    dropout.map_or(bytemuck::Zeroable::zeroed(), |dropout| drop_of(dropout, ATTENTION_DROPOUT, 0))
 }
 
 fn hidden_dropout(dropout: Dropout, site: HiddenSite) -> Drop {

@@ -1,6 +1,6 @@
 // Causal attention with grouped queries in bf16 on Hopper, forward and backward. Sums are f32. Compile for sm_90a.
 //
-// Macros: HEAD_DIM, 64 or 128; DROPOUT, defined if attention weights are dropped.
+// Macros: HEAD_DIM, 64 or 128; DROPOUT, defined if attention weights are dropped; KERNEL, what a kernel is called then.
 //
 // Every product runs on `wgmma`, its right factor (and the left one of scores) in shared memory, where the copy engine puts them.
 // A block is one warpgroup that loads and two or three that compute 64 rows each. Which keys a query sees follows from its
@@ -21,15 +21,17 @@
 // Tensor maps (CUtensorMap, passed by value) of qkv, kv and d_out: bf16, dims {columns, rows or keys, B}, box {64, 64, 1},
 // 128-byte swizzle, zeros out of bounds.
 //
-// Launches. `first_head`, the global number of the first local query head, and `Drop` are ignored without DROPOUT. Blocks of all but `stats`: as many as multiprocessors, or as shares of the work
-// if those are fewer; a share is a tile of rows (of 64 a computing warpgroup) of one head and sample. Threads: 128 and 128 a
-// computing warpgroup. Shared memory: the constants below, and nothing else is accepted.
+// Launches. `first_head`, the global number of the first local query head, and `Drop` are ignored without DROPOUT. Blocks of all
+// but `stats`: as many as multiprocessors, or as shares of the work if those are fewer; a share is a tile of rows (of 64 a
+// computing warpgroup) of one head and sample. Threads: 128 and 128 a computing warpgroup. Shared memory: the constants below,
+// and nothing else is accepted.
 //   attention_forward  computing 3 (d 64) or 2 (d 128); rows are queries; FORWARD_SHARED
 //     map qkv, map kv, positions, samples, out, lse, i32 B, i32 rows, i32 G, i32 q, f32 scale, i32 first_head, Drop
 //   attention_stats    grid {⌈padded·G·q·d/2048⌉, B}, block 256, shared 0
 //     out, d_out, lse, stats, i32 rows, i32 G·q
 //   attention_dq       computing 3; rows are queries; DQ_SHARED
-//     map qkv, map kv, map d_out, positions, samples, stats, d_qkv, i32 B, i32 rows, i32 G, i32 q, f32 scale, i32 first_head, Drop
+//     map qkv, map kv, map d_out, positions, samples, stats, d_qkv, i32 B, i32 rows, i32 G, i32 q, f32 scale, i32 first_head,
+//     Drop
 //     Writes the query columns of d_qkv.
 //   attention_dkv      computing 3 (d 64) or 2 (d 128); rows are keys, heads are groups; DKV_SHARED
 //     map qkv, map kv, map d_out, positions, samples, stats, d_kv, i32 B, i32 rows, i32 keys, i32 G, i32 q, f32 scale,
@@ -38,27 +40,16 @@
 //     overwrites bf16. So partial sums of several ranks go into f32 of kv's own shape, and where rows = keys the gradients go
 //     straight into the key and value columns of d_qkv.
 
-typedef unsigned short bf16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int D = HEAD_DIM;
 constexpr int HALF = 64;  // rows of a warpgroup and of a box of the copy engine
 constexpr int HALF_BYTES = HALF * D * 2;
-#define INFINITE __int_as_float(0x7F800000)
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct alignas(64) TensorMap {
     u64 words[16];
-};
-
-// A dropout: random words are keyed by the seed and a purpose, and counted by coordinates.
-struct Drop {
-    u32 seed;
-    u32 purpose;
-    u32 place;      // the bits of counter word 3 that depend neither on the head nor on the sample
-    u32 threshold;  // a weight is kept if its word is at least this
-    float scale;    // 1 / (1 − p)
 };
 
 __device__ __forceinline__ u32 dynamic_shared() {
@@ -67,7 +58,7 @@ __device__ __forceinline__ u32 dynamic_shared() {
     return bytes;
 }
 
-// ---- barriers and the copy engine
+// Barriers and the copy engine.
 
 __device__ __forceinline__ u32 shared_address(const void *pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
@@ -123,7 +114,7 @@ __device__ __forceinline__ void load_tile(u32 to, const TensorMap *map, u32 barr
     }
 }
 
-// ---- tensor cores
+// Tensor cores.
 
 // A tile of `rows` × HEAD_DIM in shared memory as `load_tile` leaves it, 128-byte swizzle. `descriptor` reads 8-row groups
 // 1,024 bytes apart; `blocks` is the distance of 64-column blocks, needed where columns are the product's outer dimension.
@@ -212,7 +203,7 @@ __device__ __forceinline__ void weighted(float (&c)[D / 2], const u32 (&a)[K / 4
     for (int k = 0; k < K / 16; k++) mma<D>(c, a + 4 * k, rows + ((k * 16 * 128) >> 4));
 }
 
-// ---- numbers
+// Numbers.
 
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
@@ -233,36 +224,13 @@ __device__ __forceinline__ void pack_all(u32 (&to)[N / 2], const float (&from)[N
     for (int i = 0; i < N / 2; i++) to[i] = pack(from[2 * i], from[2 * i + 1]);
 }
 
-struct Words {
-    u32 w[4];
-};
-
-// Philox4x32-10, as train/src/rng.rs has it.
-__device__ __forceinline__ Words philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
-#pragma unroll
-    for (int round = 0; round < 10; round++) {
-        u64 a = u64(c0) * 0xD2511F53u, b = u64(c2) * 0xCD9E8D57u;
-        c0 = u32(b >> 32) ^ c1 ^ k0;
-        c1 = u32(b);
-        c2 = u32(a >> 32) ^ c3 ^ k1;
-        c3 = u32(a);
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    return {{c0, c1, c2, c3}};
-}
-
 // The random words of a head's attention weights.
 struct Mask {
     Drop drop;
-    u32 low, high;
+    long long sample;
+    u32 head;  // global number
 
-    __device__ Mask(Drop drop, long long ordinal, int head)
-        : drop(drop), low(u32(ordinal)), high(drop.place | head << 14 | u32(ordinal >> 32)) {}
-
-    __device__ Words words(int key, int position) const {
-        return philox(key / 4, position, low, high, drop.seed, drop.purpose);
-    }
+    __device__ Words words(int key, int position) const { return drop.words(key / 4, position, sample, head << 14); }
 
     // Which of a product's elements are kept, a bit each: queries × 64 columns of keys. Lanes 2n and 2n + 1 hold the four keys
     // of a block of words in two rows: each draws for one of them.
@@ -273,12 +241,12 @@ struct Mask {
 #pragma unroll 1
         for (int i = 0; i < 32; i += 4) {
             Words drawn = words(first_key + 2 * i + lane % 4 / 2 * 4, odd ? position[1] : position[0]);
-            u32 first = __shfl_xor_sync(~0u, odd ? drawn.w[0] : drawn.w[2], 1);
-            u32 second = __shfl_xor_sync(~0u, odd ? drawn.w[1] : drawn.w[3], 1);
-            kept |= u32((odd ? first : drawn.w[0]) >= drop.threshold) << i;
-            kept |= u32((odd ? second : drawn.w[1]) >= drop.threshold) << (i + 1);
-            kept |= u32((odd ? drawn.w[2] : first) >= drop.threshold) << (i + 2);
-            kept |= u32((odd ? drawn.w[3] : second) >= drop.threshold) << (i + 3);
+            u32 first = __shfl_xor_sync(~0u, odd ? drawn.at[0] : drawn.at[2], 1);
+            u32 second = __shfl_xor_sync(~0u, odd ? drawn.at[1] : drawn.at[3], 1);
+            kept |= u32((odd ? first : drawn.at[0]) >= drop.threshold) << i;
+            kept |= u32((odd ? second : drawn.at[1]) >= drop.threshold) << (i + 1);
+            kept |= u32((odd ? drawn.at[2] : first) >= drop.threshold) << (i + 2);
+            kept |= u32((odd ? drawn.at[3] : second) >= drop.threshold) << (i + 3);
         }
         return kept;
     }
@@ -298,7 +266,7 @@ struct Mask {
                 u32 word = 0;
 #pragma unroll
                 for (int w = 0; w < 4; w++) {
-                    u32 from = __shfl_sync(~0u, drawn.w[w], lane / 16 * 16 + j * 4 + lane % 4);
+                    u32 from = __shfl_sync(~0u, drawn.at[w], lane / 16 * 16 + j * 4 + lane % 4);
                     if (w == mine) word = from;
                 }
                 kept |= u32(word >= drop.threshold) << (i + j);
@@ -308,7 +276,7 @@ struct Mask {
     }
 };
 
-// ---- work
+// Work.
 
 // A share of the work: a tile of one head (or group) of one sample. Blocks stay and take share after share, the longest first
 // and every other turn in reverse, which evens them out; loads for the next share run beside the end of this one.
@@ -347,7 +315,7 @@ struct Seen {
           num_whole((positions[min(first_row, last_row)] + 1) / KEYS) {}
 };
 
-// ---- forward
+// Forward.
 
 constexpr int FORWARD_WARPGROUPS = D == 64 ? 3 : 2;
 constexpr int FORWARD_STAGES = D == 64 ? 4 : 2;
@@ -358,9 +326,10 @@ constexpr int FORWARD_KEY_BYTES = FORWARD_KEYS * D * 2;
 constexpr int FORWARD_SHARED = FORWARD_WARPGROUPS * HALF_BYTES + 2 * FORWARD_STAGES * FORWARD_KEY_BYTES + 256;
 
 extern "C" __global__ void __launch_bounds__(128 + FORWARD_WARPGROUPS * 128, 1)
-    attention_forward(const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap kv, const int *positions,
-                      const long long *samples, bf16 *out, float *lse, int batch, int rows, int groups, int queries,
-                      float scale, int first_head, Drop drop) {
+    KERNEL(attention_forward)(
+        const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap kv, const int *positions,
+        const long long *samples, bf16 *out, float *lse, int batch, int rows, int groups, int queries, float scale,
+        int first_head, Drop drop) {
     constexpr int KEYS = FORWARD_KEYS, STAGES = FORWARD_STAGES, ROWS = FORWARD_ROWS;
     extern __shared__ __align__(1024) unsigned char shared[];
     if (dynamic_shared() != FORWARD_SHARED) __trap();
@@ -425,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(128 + FORWARD_WARPGROUPS * 128, 1)
         int num_tiles = of_sample[last_row] / KEYS + 1;
         Seen<KEYS> seen(of_sample, first_row + (warpgroup - 1) * HALF, last_row, row);
 #ifdef DROPOUT
-        Mask mask(drop, samples[share.sample * rows], first_head + share.head);
+        Mask mask{drop, samples[share.sample * rows], u32(first_head + share.head)};
 #endif
         float maximum[2] = {-INFINITE, -INFINITE}, total[2] = {0, 0}, factor[2];
         float o[D / 2], s[KEYS / 2];
@@ -541,10 +510,10 @@ extern "C" __global__ void __launch_bounds__(128 + FORWARD_WARPGROUPS * 128, 1)
     }
 }
 
-// ---- backward
+// Backward.
 
 extern "C" __global__ void __launch_bounds__(256)
-    attention_stats(const bf16 *out, const bf16 *d_out, const float *lse, float2 *stats, int rows, int heads) {
+    KERNEL(attention_stats)(const bf16 *out, const bf16 *d_out, const float *lse, float2 *stats, int rows, int heads) {
     constexpr int LANES = D / 8;  // of a query and head; 8 elements each
     int padded = (rows + HALF - 1) / HALF * HALF;
     long long pair = (long long)blockIdx.x * (256 / LANES) + threadIdx.x / LANES;
@@ -578,9 +547,10 @@ constexpr int DQ_KEY_BYTES = DQ_KEYS * D * 2;
 constexpr int DQ_SHARED = 2 * DQ_WARPGROUPS * HALF_BYTES + DQ_STAGES * 2 * DQ_KEY_BYTES + 256;
 
 extern "C" __global__ void __launch_bounds__(128 + DQ_WARPGROUPS * 128, 1)
-    attention_dq(const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap kv,
-                 const __grid_constant__ TensorMap d_out, const int *positions, const long long *samples,
-                 const float2 *stats, bf16 *d_qkv, int batch, int rows, int groups, int queries, float scale, int first_head, Drop drop) {
+    KERNEL(attention_dq)(
+        const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap kv,
+        const __grid_constant__ TensorMap d_out, const int *positions, const long long *samples, const float2 *stats,
+        bf16 *d_qkv, int batch, int rows, int groups, int queries, float scale, int first_head, Drop drop) {
     constexpr int KEYS = DQ_KEYS, STAGES = DQ_STAGES, ROWS = DQ_ROWS;
     extern __shared__ __align__(1024) unsigned char shared[];
     if (dynamic_shared() != DQ_SHARED) __trap();
@@ -644,7 +614,7 @@ extern "C" __global__ void __launch_bounds__(128 + DQ_WARPGROUPS * 128, 1)
         const float2 *of_head = stats + ((long long)share.sample * heads + share.head) * padded;
         float2 stat[2] = {of_head[min(row, last_row)], of_head[min(row + 8, last_row)]};
 #ifdef DROPOUT
-        Mask mask(drop, samples[share.sample * rows], first_head + share.head);
+        Mask mask{drop, samples[share.sample * rows], u32(first_head + share.head)};
 #endif
         float d_q[D / 2];
 #pragma unroll
@@ -726,10 +696,11 @@ constexpr int DKV_STAGE_BYTES = 2 * HALF_BYTES + 1024;  // queries, d_out, stati
 constexpr int DKV_SHARED = 2 * DKV_WARPGROUPS * HALF_BYTES + DKV_STAGES * DKV_STAGE_BYTES + 256;
 
 extern "C" __global__ void __launch_bounds__(128 + DKV_WARPGROUPS * 128, 1)
-    attention_dkv(const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap kv,
-                  const __grid_constant__ TensorMap d_out, const int *positions, const long long *samples,
-                  const float2 *stats, void *d_kv, int batch, int rows, int keys, int groups, int queries, float scale,
-                  int row_stride, int group_stride, int add, int first_head, Drop drop) {
+    KERNEL(attention_dkv)(
+        const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap kv,
+        const __grid_constant__ TensorMap d_out, const int *positions, const long long *samples, const float2 *stats,
+        void *d_kv, int batch, int rows, int keys, int groups, int queries, float scale, int row_stride, int group_stride,
+        int add, int first_head, Drop drop) {
     constexpr int ROWS = DKV_ROWS, KEYS = DKV_KEYS, STAGES = DKV_STAGES;
     extern __shared__ __align__(1024) unsigned char shared[];
     if (dynamic_shared() != DKV_SHARED) __trap();
@@ -831,7 +802,7 @@ extern "C" __global__ void __launch_bounds__(128 + DKV_WARPGROUPS * 128, 1)
                 float s[ROWS / 2], d_p[ROWS / 2];
                 u32 p[ROWS / 4], d_scores[ROWS / 4];
 #ifdef DROPOUT
-                Mask mask(drop, samples[share.sample * rows], first_head + head);
+                Mask mask{drop, samples[share.sample * rows], u32(first_head + head)};
                 u32 kept = mask.kept_keys_in_rows(key - lane / 4, of_sample, tile * ROWS, rows - 1);
 #endif
                 barrier_wait(full + 8 * stage, count / STAGES % 2);
