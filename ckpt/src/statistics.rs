@@ -25,11 +25,8 @@ pub struct Spread {
 /// Partial sums of some elements; parts are joined in a fixed order, so equal plans give equal bits.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct Moments {
-    #[serde(with = "bits")]
     min: f64,
-    #[serde(with = "bits")]
     max: f64,
-    #[serde(with = "bits")]
     sum: f64,
     finite: u64,
     nonfinite: u64,
@@ -93,19 +90,6 @@ fn of_values<const WIDTH: usize>(elements: &[[u8; WIDTH]], value: impl Fn([u8; W
     }
 }
 
-/// JSON has no infinities, and a part of no finite element has some.
-mod bits {
-    use serde::{Deserialize, Deserializer, Serializer};
-
-    pub(super) fn serialize<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_u64(value.to_bits())
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
-        u64::deserialize(deserializer).map(f64::from_bits)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -119,7 +103,7 @@ mod tests {
         let joined = parts.reduce(Moments::join).unwrap().statistics();
         assert_eq!(joined, Statistics { finite: Some(spread), nonfinite: 2 });
         let none = Moments::of(DType::Bf16, &0x7FC0u16.to_le_bytes()).unwrap();
-        let sent: Moments = serde_json::from_str(&serde_json::to_string(&none).unwrap()).unwrap();
+        let sent: Moments = postcard::from_bytes(&postcard::to_allocvec(&none).unwrap()).unwrap();
         assert_eq!(sent.statistics(), Statistics { finite: None, nonfinite: 1 });
         assert!(Moments::of(DType::U8, &bytes).is_none());
     }

@@ -32,6 +32,14 @@ pub enum Device {
 }
 
 impl Device {
+    /// Largest head of attention that the device has kernels for; `None` if any.
+    pub fn head_dim_max(&self) -> Option<u64> {
+        match self {
+            Device::Cpu => None,
+            Device::Cuda(_) => Some(cuda::HEAD_DIM_MAX),
+        }
+    }
+
     /// A rank's memory, with the buffers of `plan`. Under canonical numerics nothing is used whose bits depend on how work is
     /// cut.
     ///
@@ -74,24 +82,41 @@ pub trait Backend {
     fn take_fixed_point_peak(&mut self) -> Result<f32, BackendError>;
 }
 
-/// A device failed.
+/// A device failed, or is too small.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{operation} failed on the device: {reason}")]
-pub struct BackendError {
-    /// Which operation.
-    pub operation: &'static str,
-    /// The device's words.
-    pub reason: String,
+pub enum BackendError {
+    /// The device has an error of its own.
+    #[error("{operation} failed on the device: {reason}")]
+    Failed {
+        /// Which operation.
+        operation: &'static str,
+        /// The device's words.
+        reason: String,
+    },
+    /// The planned memory does not fit.
+    #[error("the device has no room for {bytes} bytes of planned memory")]
+    OutOfMemory {
+        /// Of all arenas.
+        bytes: usize,
+    },
 }
 
 impl BackendError {
-    /// `RM3203`.
+    /// Code of the error.
     pub fn code(&self) -> &'static str {
-        "RM3203"
+        match self {
+            BackendError::Failed { .. } => "RM3203",
+            BackendError::OutOfMemory { .. } => "RM8004",
+        }
     }
 
     /// How to mend it.
     pub fn help(&self) -> &'static str {
-        "the device's words say what failed"
+        match self {
+            BackendError::Failed { .. } => "the device's words say what failed",
+            BackendError::OutOfMemory { .. } => {
+                "a smaller micro-batch, or more ranks on more devices, need less memory on each"
+            }
+        }
     }
 }

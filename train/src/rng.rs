@@ -16,8 +16,8 @@ pub const MAX_ORDINALS_ATTENTION: u64 = 1 << 46;
 pub const MAX_ORDINALS_HIDDEN: u64 = 1 << 48;
 
 const INIT: u32 = 1;
-const HIDDEN_DROPOUT: u32 = 2;
-const ATTENTION_DROPOUT: u32 = 3;
+pub(crate) const HIDDEN_DROPOUT: u32 = 2;
+pub(crate) const ATTENTION_DROPOUT: u32 = 3;
 const DATA_ORDER: u32 = 4;
 /// Purpose of the first named stream; the others follow.
 const FIRST_STREAM: u32 = 16;
@@ -90,7 +90,7 @@ impl DropoutRow {
     /// If a coordinate does not fit its field; configurations are checked against the limits above.
     pub fn hidden(seed: u32, layer: u32, site: u32, ordinal: i64, position: i32) -> Self {
         assert!(site < 1 << 6, "dropout site {site} does not fit 6 bits");
-        let high = Self::high_word(layer, ordinal, MAX_ORDINALS_HIDDEN) | site << 16;
+        let high = Self::high_word(layer, ordinal, MAX_ORDINALS_HIDDEN) | dropout_place(0, site);
         DropoutRow {
             key: [seed, HIDDEN_DROPOUT],
             coordinates: [Self::position(position), ordinal as u32, high],
@@ -114,7 +114,7 @@ impl DropoutRow {
         assert!(layer < MAX_LAYERS, "dropout counts layers up to {MAX_LAYERS}, not {layer}");
         let ordinal = u64::try_from(ordinal).expect("sample ordinals count from 0");
         assert!(ordinal < max_ordinals, "dropout counts samples up to {max_ordinals}, not {ordinal}");
-        layer << 22 | (ordinal >> 32) as u32
+        dropout_place(layer, 0) | (ordinal >> 32) as u32
     }
 
     fn position(position: i32) -> u32 {
@@ -123,8 +123,7 @@ impl DropoutRow {
 
     /// Keeps an element of the row, scaled by 1 / (1 − p), when its word is at least ⌊p · 2³²⌋, and makes it 0 otherwise.
     pub fn apply(self, p: f32, row: &mut [f32]) {
-        let threshold = (f64::from(p) * (1u64 << 32) as f64) as u32;
-        let scale = 1.0 / (1.0 - p);
+        let (threshold, scale) = (dropout_threshold(p), dropout_scale(p));
         let [c1, c2, c3] = self.coordinates;
         for (block, elements) in row.chunks_mut(4).enumerate() {
             let words = philox([block as u32, c1, c2, c3], self.key);
@@ -133,6 +132,21 @@ impl DropoutRow {
             }
         }
     }
+}
+
+/// The bits of the last counter word that say where in the model a mask stands; `site` is that of a hidden dropout.
+pub(crate) fn dropout_place(layer: u32, site: u32) -> u32 {
+    layer << 22 | site << 16
+}
+
+/// ⌊p · 2³²⌋: elements with words from there on are kept.
+pub(crate) fn dropout_threshold(p: f32) -> u32 {
+    (f64::from(p) * (1u64 << 32) as f64) as u32
+}
+
+/// What a kept element is multiplied by.
+pub(crate) fn dropout_scale(p: f32) -> f32 {
+    1.0 / (1.0 - p)
 }
 
 /// The order in which samples are seen: each epoch is a permutation of `0..num_samples` keyed by (seed, epoch).

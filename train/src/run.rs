@@ -5,7 +5,7 @@
 use crate::backend::Device;
 use crate::comm::CommError;
 use crate::comm::threads::{RankContext, RankFailure, Reason, World, WorldError, WorldOptions};
-use crate::config::TrainConfig;
+use crate::config::{ConfigError, TrainConfig};
 use crate::data::sampler::{EmptyEpoch, RankReader};
 use crate::data::{Sampler, TokenFile, TokenFileError};
 use crate::parallel::{Comms, StepError};
@@ -50,6 +50,10 @@ impl Job<'_> {
     /// What cannot be trained or resumed, the same for all ranks.
     pub fn check(&self) -> Result<(), RunError> {
         self.config.check()?;
+        let head_dim = self.config.model.kv_channels as u64;
+        if let Some(max) = self.device.head_dim_max().filter(|max| head_dim > *max) {
+            return Err(ConfigError::TooLarge { what: "kv-channels", value: head_dim, max }.into());
+        }
         let (parallel, batch) = (&self.config.parallel, &self.config.batch);
         let continued = self.resume.as_ref().filter(|resume| resume.selection.counters);
         let consumed =
@@ -156,7 +160,7 @@ pub struct RunEnd {
 pub enum RunError {
     /// The configuration cannot be trained.
     #[error(transparent)]
-    Config(#[from] crate::config::ConfigError),
+    Config(#[from] ConfigError),
     /// The schedule contradicts itself.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
@@ -405,7 +409,16 @@ impl<'a> RankRun<'a> {
         self.tell(|| Event::PassedOver {
             iteration: self.iteration,
             consumed_samples: self.counters.consumed_train_samples,
-        })
+        })?;
+        self.tell_dropped()
+    }
+
+    /// Says what an epoch that just ended has left unused.
+    fn tell_dropped(&self) -> Result<(), RunError> {
+        match self.sampler.dropped_at(self.counters.consumed_train_samples) {
+            Some((epoch, samples)) => self.tell(|| Event::SamplesDropped { epoch, samples }),
+            None => Ok(()),
+        }
     }
 
     /// The next iteration.
@@ -449,9 +462,7 @@ impl<'a> RankRun<'a> {
                 skipped_in_a_row: self.skipped_in_a_row,
             })
         })?;
-        if let Some((epoch, samples)) = self.sampler.dropped_at(self.counters.consumed_train_samples) {
-            self.tell(|| Event::SamplesDropped { epoch, samples })?;
-        }
+        self.tell_dropped()?;
         match self.skipped_in_a_row {
             skipped if skipped > 0 && skipped >= self.job.config.max_skipped_in_a_row => {
                 Err(RunError::NotFinite { skipped, iteration: self.iteration })

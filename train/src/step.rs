@@ -60,7 +60,7 @@ impl BuildError {
         match self {
             BuildError::Groups(_) => "RM9001",
             BuildError::Placement(_) => "RM2003",
-            BuildError::Device(_) => "RM8004",
+            BuildError::Device(error) => error.code(),
         }
     }
 
@@ -69,9 +69,7 @@ impl BuildError {
         match self {
             BuildError::Groups(_) => "this is a fault of the program; please report it",
             BuildError::Placement(_) => "pick a layout that divides the model",
-            BuildError::Device(_) => {
-                "a smaller micro-batch, or more ranks on more devices, need less memory on each"
-            }
+            BuildError::Device(error) => error.help(),
         }
     }
 }

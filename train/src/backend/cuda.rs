@@ -17,6 +17,9 @@ mod matmul;
 mod memory;
 pub mod nvrtc;
 
+/// Largest head of attention, in elements, that the kernels have room for.
+pub const HEAD_DIM_MAX: u64 = 256;
+
 pub use device::CudaBackend;
 pub use gpu::{Gpu, OpenError};
 pub use nvrtc::CompileError;

@@ -54,9 +54,9 @@ impl CudaBackend {
                 plan,
             })
         };
-        new().map_err(|error| BackendError {
-            operation: "allocation",
-            reason: format!("{} for {bytes} bytes of planned memory", reason(&error)),
+        new().map_err(|error| match error.0 {
+            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => BackendError::OutOfMemory { bytes },
+            _ => failed("setting up")(error),
         })
     }
 
@@ -318,7 +318,7 @@ fn failed<E: Into<Fault>>(operation: &'static str) -> impl Fn(E) -> BackendError
             Fault::Driver(error) => reason(&error),
             Fault::Product(error) => format!("cuBLASLt says {:?}", error.0),
         };
-        BackendError { operation, reason }
+        BackendError::Failed { operation, reason }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Operations to launches: which kernel, over how many blocks, with which arguments.
 
+use super::HEAD_DIM_MAX;
 use super::arguments::{
     AdamW, Arguments, Attention, Center, Drop, Factor, Fixed, Gradient, Heads, Mat, Summand,
 };
@@ -7,6 +8,7 @@ use super::device::{CudaBackend, Fault};
 use crate::backend::{self, Accumulate, Dropout, HiddenSite, Op, View};
 use crate::config::Activation;
 use crate::numerics::power_of_two;
+use crate::rng;
 use mesh::DType;
 
 /// Threads of a block that works on one row, as the kernels' reductions assume.
@@ -15,9 +17,6 @@ const ROW_THREADS: u32 = 256;
 const GEMM_TILE: u64 = 64;
 /// Rows of a block in `tiles.cu`.
 const ATTENTION_ROWS: usize = 32;
-/// Purposes of random words, as in `rng.rs`.
-const HIDDEN_DROPOUT: u32 = 2;
-const ATTENTION_DROPOUT: u32 = 3;
 
 /// The kernel for a compute type.
 macro_rules! typed {
@@ -468,7 +467,11 @@ impl CudaBackend {
     fn attention_arguments(&self, operands: AttentionOperands) -> Attention {
         let AttentionOperands { qkv, kv, positions, samples, heads, batch, tile, dropout, first_head } =
             operands;
-        assert!(heads.head_dim <= 256, "attention heads of up to 256 elements, not {}", heads.head_dim);
+        assert!(
+            heads.head_dim as u64 <= HEAD_DIM_MAX,
+            "a head of {} elements, which runs do not ask for",
+            heads.head_dim
+        );
         Attention {
             qkv: self.mat(qkv),
             kv: self.mat(kv),
@@ -580,17 +583,17 @@ fn drop_of(dropout: Dropout, purpose: u32, site: u32) -> Drop {
     Drop {
         seed,
         purpose,
-        place: layer << 22 | site << 16,
-        threshold: (f64::from(p) * (1u64 << 32) as f64) as u32,
-        scale: 1.0 / (1.0 - p),
+        place: rng::dropout_place(layer, site),
+        threshold: rng::dropout_threshold(p),
+        scale: rng::dropout_scale(p),
     }
 }
 
 /// Without dropout nothing looks at it.
 pub(super) fn attention_drop(dropout: Option<Dropout>) -> Drop {
-    dropout.map_or(bytemuck::Zeroable::zeroed(), |dropout| drop_of(dropout, ATTENTION_DROPOUT, 0))
+    dropout.map_or(bytemuck::Zeroable::zeroed(), |dropout| drop_of(dropout, rng::ATTENTION_DROPOUT, 0))
 }
 
 fn hidden_dropout(dropout: Dropout, site: HiddenSite) -> Drop {
-    drop_of(dropout, HIDDEN_DROPOUT, site as u32)
+    drop_of(dropout, rng::HIDDEN_DROPOUT, site as u32)
 }
