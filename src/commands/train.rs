@@ -10,7 +10,7 @@ use crate::memory;
 use crate::output::{Output, complain, count};
 use crate::report::{Refusal, failure, is_damage};
 use anyhow::Context;
-use ckpt::{Checkpoint, Saver};
+use ckpt::Saver;
 use mesh::{ParallelConfig, Source};
 use progress::{Line, Progress};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
@@ -20,10 +20,9 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
-use train::config::{Numerics, TrainConfig};
-use train::data::{Sampler, TokenFile, Tokenizer};
-use train::resume::{self, DataState, Resume, SavedRun, Selection};
-use train::run::{Event, Job, RunEnd, RunName, SavePolicy};
+use train::data::{TokenFile, Tokenizer};
+use train::resume::{self, Resume, SavedRun, Selection};
+use train::run::{Event, Job, RunEnd, RunName, SavePolicy, Trainable};
 
 /// Flags of `remesh train`.
 #[derive(Clone, Debug, clap::Args)]
@@ -112,9 +111,8 @@ fn train_from(
         said.vocab_size,
         saved.as_ref().map(|saved| &saved.config),
     )?;
-    config.check_batches(continued.map_or(0, |saved| saved.commit().run.counters.consumed_train_samples))?;
-    memory::check(&config, said.args.training.device.unwrap_or_default())?;
-    let data = data_state(&config, &said.tokens, continued)?;
+    let device = said.args.training.device.unwrap_or_default();
+    memory::check(&config, device)?;
     let none = Vec::new();
     let resume = start.checkpoint.as_ref().map(|checkpoint| Resume {
         source: checkpoint,
@@ -125,14 +123,9 @@ fn train_from(
         allow_change: args.allow_change.as_ref().unwrap_or(&none),
         strict: args.strict == Some(true),
     });
-    if let Some(resume) = &resume {
-        resume::check(resume, &config, &data)?;
-    }
-    // After the comparison: what differs from the checkpoint's run is what is wrong.
-    config.check()?;
-    let changes = saved.map(|saved| changes(&saved, &config, &data)).unwrap_or_default();
+    let run = Trainable::new(&config, &said.tokens, resume)?;
 
-    let device = device::open(said.args.training.device.unwrap_or_default())?;
+    let device = device::open(device)?;
     let name = run_name();
     let iteration = continued.map_or(0, |checkpoint| checkpoint.step());
     let damaged = if start.is_in_save { damaged } else { &[] };
@@ -144,7 +137,7 @@ fn train_from(
         Some(store) if overwrite => store.set_aside(iteration, &name.run).map(drop),
         _ => Ok(()),
     };
-    let progress = Progress::new(&said.args, &config, start, iteration + 1, changes, output)?;
+    let progress = Progress::new(&said.args, &config, start, iteration + 1, run.changes(), output)?;
     if start.checkpoint.is_none() {
         signals.training_begins();
         set_newer_aside()?;
@@ -154,10 +147,8 @@ fn train_from(
         move |exchange| Saver::new(store.clone(), exchange).replacing(damaged).going_on_from(iteration)
     });
     let job = Job {
-        config: &config,
+        run,
         device,
-        tokens: &said.tokens,
-        resume,
         save: saver.as_ref().map(|saver| SavePolicy {
             interval: args.save_interval.unwrap_or(0),
             saver,
@@ -206,34 +197,6 @@ fn selection(args: &CheckpointArgs) -> Selection {
         rng: args.no_load_rng != Some(true),
         ..Selection::ALL
     }
-}
-
-/// The samples of the run, and the next batch of them.
-fn data_state(
-    config: &TrainConfig,
-    tokens: &TokenFile,
-    continued: Option<&Checkpoint>,
-) -> anyhow::Result<DataState> {
-    let parallel = &config.parallel;
-    let num_samples = tokens.num_samples(parallel.seq_length())?;
-    let sampler = Sampler::new(config.seed, num_samples, &config.batch, config.epoch_tail)?;
-    let next =
-        continued.map(|checkpoint| resume::next_sample(checkpoint.commit(), num_samples)).transpose()?;
-    Ok(DataState::new(config, tokens, &sampler, num_samples, next.unwrap_or(0))?)
-}
-
-/// What makes the next step another one than the saved run's, although the state is the same.
-fn changes(saved: &SavedRun, config: &TrainConfig, data: &DataState) -> Vec<String> {
-    let differences = resume::compare(&saved.config, &saved.data, config, data);
-    let mut changes: Vec<String> = differences.iter().map(|difference| difference.field.to_owned()).collect();
-    if saved.config.schedule != config.schedule {
-        changes.push("schedule".into());
-    }
-    // The order of fast sums depends on who has which samples.
-    if config.numerics == Numerics::Fast && saved.config.parallel != config.parallel {
-        changes.push("layout (fast numerics)".into());
-    }
-    changes
 }
 
 fn run_name() -> RunName {

@@ -9,7 +9,7 @@ use train::backend::Device;
 use train::config::{Numerics, Precision, TrainConfig};
 use train::data::TokenFile;
 use train::resume::{Level, Resume, RngPolicy, Selection};
-use train::run::{Event, Job, RunName, SavePolicy, run};
+use train::run::{Event, Job, RunName, SavePolicy, Trainable, run};
 
 pub(crate) const TESTS: &[Test] = &[
     ("training::losses_are_those_of_the_cpu", losses_are_those_of_the_cpu),
@@ -107,19 +107,18 @@ fn resumes_cross_devices(device: &Device) {
         let checkpoint = (until > 2).then(|| store.checkpoint(until - 2).unwrap());
         let level = Mutex::new(None);
         let losses = Mutex::new(Vec::new());
+        let resume = checkpoint.as_ref().map(|source| Resume {
+            source,
+            selection: Selection::ALL,
+            allow_missing: &[],
+            allow_extra: &[],
+            rng_policy: RngPolicy::Derive,
+            allow_change: &[],
+            strict: false,
+        });
         let job = Job {
-            config: &config,
+            run: Trainable::new(&config, &tokens, resume).unwrap(),
             device: device.clone(),
-            tokens: &tokens,
-            resume: checkpoint.as_ref().map(|source| Resume {
-                source,
-                selection: Selection::ALL,
-                allow_missing: &[],
-                allow_extra: &[],
-                rng_policy: RngPolicy::Derive,
-                allow_change: &[],
-                strict: false,
-            }),
             save: Some(SavePolicy {
                 interval: 0,
                 saver: &|exchange| Saver::new(store.clone(), exchange),

@@ -14,7 +14,7 @@ use train::config::{
 };
 use train::data::TokenFile;
 use train::resume::{self, DataState, Level, Resume, Resumed, RngPolicy, Selection};
-use train::run::{Event, Job, RunEnd, RunError, RunName, SavePolicy, Step, run};
+use train::run::{Event, Job, RunEnd, RunError, RunName, SavePolicy, Step, Trainable, run};
 
 /// What a run told.
 #[derive(Default)]
@@ -48,10 +48,8 @@ pub fn train<'a>(
         resume
     });
     let job = Job {
-        config,
+        run: Trainable::new(config, tokens, resume)?,
         device: Device::Cpu,
-        tokens,
-        resume,
         save: Some(SavePolicy {
             interval: save_interval,
             saver: &|exchange| Saver::new(store.clone(), exchange),

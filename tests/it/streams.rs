@@ -12,7 +12,7 @@ use train::config::TrainConfig;
 use train::data::TokenFile;
 use train::resume::{Level, Resume, RngPolicy, Selection};
 use train::rng::StreamName;
-use train::run::{Job, RankRun, RunError, RunName, SavePolicy};
+use train::run::{Job, RankRun, RunError, RunName, SavePolicy, Trainable};
 
 /// Next eight words of each stream a rank has, by stream.
 type Next = Vec<Option<Vec<u32>>>;
@@ -28,7 +28,7 @@ fn config(layout: Layout) -> TrainConfig {
 
 /// One step from scratch, then rank r draws r + 1 words from each of its streams and all save. What they would draw next.
 fn save(layout: Layout, tokens: &TokenFile, store: &Store) -> Vec<Next> {
-    in_world(layout, tokens, store, |rank, policy, position| {
+    in_world(layout, tokens, store, None, |rank, policy, position| {
         rank.step()?;
         for name in StreamName::ALL {
             if let Some(stream) = rank.streams().get(name) {
@@ -68,8 +68,8 @@ fn resume_from(
         allow_change: &[],
         strict: false,
     };
-    let results = in_world(layout, tokens, store, |rank, _, _| {
-        let resumed = rank.resume(&resume)?;
+    let results = in_world(layout, tokens, store, Some(resume), |rank, _, _| {
+        let resumed = rank.resume()?.expect("there is a checkpoint to resume from");
         Ok((next_words(rank), resumed.level))
     })?;
     let level = results[0].1;
@@ -80,6 +80,7 @@ fn in_world<R: Send>(
     layout: Layout,
     tokens: &TokenFile,
     store: &Store,
+    resume: Option<Resume>,
     body: impl Fn(&mut RankRun, &SavePolicy, u32) -> Result<R, RunError> + Sync,
 ) -> Result<Vec<R>, String> {
     let config = config(layout);
@@ -92,10 +93,8 @@ fn in_world<R: Send>(
     };
     let stop = AtomicBool::new(false);
     let job = Job {
-        config: &config,
+        run: Trainable::new(&config, tokens, resume).map_err(|error| error.to_string())?,
         device: Device::Cpu,
-        tokens,
-        resume: None,
         save: Some(policy()),
         timeout: Job::TIMEOUT,
         stop: &stop,
@@ -158,7 +157,7 @@ fn another_iteration_gives_every_rank_other_streams_and_the_same_one_the_same() 
     let tokens = support::token_file(folder.path(), 6000);
     let store = Store::open("memory://").unwrap();
     let saved_under = layout(1, 1, 1, 2);
-    in_world(saved_under, &tokens, &store, |rank, policy, _| {
+    in_world(saved_under, &tokens, &store, None, |rank, policy, _| {
         for _ in 0..2 {
             rank.step()?;
             rank.save(policy, true)?;

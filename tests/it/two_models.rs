@@ -15,7 +15,7 @@ use train::comm::threads::{World, WorldOptions};
 use train::config::TrainConfig;
 use train::data::TokenFile;
 use train::resume::{Resume, RngPolicy, Selection};
-use train::run::{Job, RunEnd, RunName, SavePolicy, run_rank};
+use train::run::{Job, RunEnd, RunName, SavePolicy, Trainable, run_rank};
 
 const ITERATIONS: u64 = 2;
 const MIXED: Layout = Layout { tp: 2, sp: true, cp: 2, ..Layout::SINGLE };
@@ -48,19 +48,18 @@ fn run_all(models: &[&Model], tokens: &TokenFile) {
     World::run(num_ranks, WorldOptions::default(), |context| {
         let model = models.iter().find(|model| model.table.ranks().contains(&context.rank())).unwrap();
         let saver = |exchange| Saver::new(model.store.clone(), exchange);
+        let resume = model.source.as_ref().map(|saved| Resume {
+            source: saved as &(dyn StateSource + Sync),
+            selection: Selection::ALL,
+            allow_missing: &[],
+            allow_extra: &[],
+            rng_policy: RngPolicy::Derive,
+            allow_change: &[],
+            strict: true,
+        });
         let job = Job {
-            config: &model.config,
+            run: Trainable::new(&model.config, tokens, resume)?,
             device: Device::Cpu,
-            tokens,
-            resume: model.source.as_ref().map(|saved| Resume {
-                source: saved as &(dyn StateSource + Sync),
-                selection: Selection::ALL,
-                allow_missing: &[],
-                allow_extra: &[],
-                rng_policy: RngPolicy::Derive,
-                allow_change: &[],
-                strict: true,
-            }),
             save: Some(SavePolicy {
                 interval: 1,
                 saver: &saver,

@@ -1,6 +1,6 @@
 //! Resuming: filling a rank's memory from a checkpoint, and the proof afterwards that it holds what was saved.
 //!
-//! [`check`] says before any rank starts whether the run may go on; `load` is the flow.
+//! [`Continuation::new`] says before any rank starts whether the run may go on; `load` is the flow.
 
 mod compare;
 mod error;
@@ -13,10 +13,9 @@ pub use streams::{RngPolicy, StreamCell};
 
 use crate::comm::CommError;
 use crate::config::TrainConfig;
-use crate::data::TokenFileError;
 use crate::state::{MASTER, RunState, Streams};
 use crate::step::Trainer;
-use ckpt::{Counters, OwnShard, StateSource, StoredTensor, Strictness, own_shards, plan_load};
+use ckpt::{Commit, Counters, OwnShard, StateSource, StoredTensor, Strictness, own_shards, plan_load};
 use compare::{check_random, other_samples};
 use mesh::{ParallelLayout, ShardedTensor, StateKind, TensorKey};
 use prove::prove;
@@ -63,22 +62,51 @@ impl Selection {
     pub const FINETUNE: Selection = Selection { optimizer: false, rng: false, counters: false };
 }
 
-/// Checks that the checkpoint's run may go on as `config`, before any rank starts. A new run that takes only weights may
-/// differ in all but the shapes, which the load plan compares. `data` is that at [`next_sample`].
-///
-/// # Errors
-/// Every difference that is not allowed.
-pub fn check(resume: &Resume, config: &TrainConfig, data: &DataState) -> Result<(), ResumeError> {
-    if !resume.selection.counters {
-        return Ok(());
+/// A checkpoint that a run may go on from.
+pub struct Continuation<'a> {
+    resume: Resume<'a>,
+    /// The run that goes on; `None` where a new one takes only weights.
+    saved: Option<SavedRun>,
+    /// What is not as it was there, as far as it may differ.
+    differences: Vec<Difference>,
+}
+
+impl<'a> Continuation<'a> {
+    /// Checks that the checkpoint's run may go on as `config`, before any rank starts. A new run that takes only weights may
+    /// differ in all but the shapes, which the load plan compares. `data` is that at [`next_sample`].
+    ///
+    /// # Errors
+    /// Every difference that is not allowed.
+    pub fn new(resume: Resume<'a>, config: &TrainConfig, data: &DataState) -> Result<Self, ResumeError> {
+        if !resume.selection.counters {
+            return Ok(Continuation { resume, saved: None, differences: Vec::new() });
+        }
+        let saved = SavedRun::of(resume.source.commit())?;
+        let differences = compare(&saved.config, &saved.data, config, data);
+        let is_allowed =
+            |d: &Difference| d.overridable && resume.allow_change.iter().any(|field| field == d.field);
+        let (allowed, refused): (Vec<_>, Vec<_>) = differences.into_iter().partition(is_allowed);
+        if !refused.is_empty() {
+            return Err(ResumeError::Differs { differences: refused });
+        }
+        check_random(resume.source.commit(), config, resume.allow_change)?;
+        Ok(Continuation { resume, saved: Some(saved), differences: allowed })
     }
-    let saved = SavedRun::of(resume.source.commit())?;
-    let mut differences = compare(&saved.config, &saved.data, config, data);
-    differences.retain(|d| !(d.overridable && resume.allow_change.iter().any(|field| field == d.field)));
-    if !differences.is_empty() {
-        return Err(ResumeError::Differs { differences });
+
+    /// What the checkpoint says of itself.
+    pub fn commit(&self) -> &Commit {
+        self.resume.source.commit()
     }
-    check_random(resume.source.commit(), config, resume.allow_change)
+
+    /// The run that goes on; `None` where a new one takes only weights.
+    pub fn saved(&self) -> Option<&SavedRun> {
+        self.saved.as_ref()
+    }
+
+    /// What is not as it was in that run, and may be.
+    pub fn differences(&self) -> &[Difference] {
+        &self.differences
+    }
 }
 
 /// Fills the state of this rank from the checkpoint and proves it. Collective.
@@ -86,13 +114,13 @@ pub fn check(resume: &Resume, config: &TrainConfig, data: &DataState) -> Result<
 /// # Errors
 /// Anything that keeps the state from being what was saved.
 pub(crate) fn load(
-    resume: &Resume,
+    from: &Continuation,
     trainer: &mut Trainer,
     state: &RunState,
     streams: &mut Streams,
-    data: &dyn Fn(&Counters) -> Result<DataState, TokenFileError>,
 ) -> Result<Resumed, ResumeError> {
     let start = Instant::now();
+    let Continuation { resume, saved, differences } = from;
     let commit = resume.source.commit();
     let mut counters = if resume.selection.counters { commit.run.counters } else { Counters::default() };
     if !resume.selection.optimizer {
@@ -100,8 +128,8 @@ pub(crate) fn load(
         counters.optimizer_steps = 0;
     }
     let iteration = if resume.selection.counters { commit.iteration } else { 0 };
-    let scheduler_samples = match resume.selection {
-        Selection { optimizer: true, counters: true, .. } => SavedRun::of(commit)?.scheduler.num_steps,
+    let scheduler_samples = match saved {
+        Some(saved) if resume.selection.optimizer => saved.scheduler.num_steps,
         _ => 0,
     };
 
@@ -130,7 +158,7 @@ pub(crate) fn load(
     let mut notes = Vec::new();
     let mut level = Level::L0;
     if resume.selection.counters {
-        match other_samples(&SavedRun::of(commit)?, trainer.config(), &data(&counters)?) {
+        match other_samples(differences) {
             None => level = Level::L1,
             Some(note) => notes.push(note),
         }

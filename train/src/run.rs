@@ -2,18 +2,21 @@
 //!
 //! What happens is told to an observer as values; nothing here prints, and no file but the token file is opened here.
 
+mod trainable;
+
+pub use ckpt::RunName;
+pub use trainable::Trainable;
+
 use crate::backend::Device;
 use crate::comm::CommError;
 use crate::comm::threads::{RankContext, RankFailure, Reason, World, WorldError, WorldOptions};
-use crate::config::{ConfigError, TrainConfig};
+use crate::config::ConfigError;
+use crate::data::TokenFileError;
 use crate::data::sampler::{EmptyEpoch, RankReader};
-use crate::data::{Sampler, TokenFile, TokenFileError};
 use crate::parallel::{Comms, StepError};
-use crate::resume::{ALGORITHM, DataState, Resume, ResumeError, Resumed, SchedulerState, load, next_sample};
+use crate::resume::{ALGORITHM, ResumeError, Resumed, SchedulerState, load};
 use crate::state::{RunState, Streams};
 use crate::step::{BuildError, StepOutcome, StepSettings, Trainer};
-pub use ckpt::RunName;
-
 use ckpt::{Counters, Header, Random, Readers, RunRecord, SaveError, SaveReport, Saver, Snapshot};
 use mesh::{BatchError, GroupKind, GroupTable, ProcessGroups, Rank, Schedule, ScheduleError};
 use std::sync::Arc;
@@ -22,14 +25,10 @@ use std::time::{Duration, Instant};
 
 /// A run that is about to start.
 pub struct Job<'a> {
-    /// What to train.
-    pub config: &'a TrainConfig,
+    /// What to train, and where to go on from.
+    pub run: Trainable<'a>,
     /// On what.
     pub device: Device,
-    /// The tokens.
-    pub tokens: &'a TokenFile,
-    /// Where to go on from; `None` starts afresh.
-    pub resume: Option<Resume<'a>>,
     /// Where and when to save; `None` saves nothing.
     pub save: Option<SavePolicy<'a>>,
     /// How long a rank waits for another one that is busy, be it computing or writing, before the run is given up.
@@ -44,31 +43,13 @@ impl Job<'_> {
     /// How long ranks wait for each other where nothing else is said.
     pub const TIMEOUT: Duration = Duration::from_secs(600);
 
-    /// Checks what needs no rank: the configuration, and that the checkpoint's run may go on as this one.
-    ///
-    /// # Errors
-    /// What cannot be trained or resumed, the same for all ranks.
-    pub fn check(&self) -> Result<(), RunError> {
-        self.config.check()?;
-        let head_dim = self.config.model.kv_channels as u64;
-        if let Some(max) = self.device.head_dim_max().filter(|max| head_dim > *max) {
-            return Err(ConfigError::TooLarge { what: "kv-channels", value: head_dim, max }.into());
+    /// Checks that the device has kernels for the model.
+    fn check_device(&self) -> Result<(), ConfigError> {
+        let head_dim = self.run.config().model.kv_channels as u64;
+        match self.device.head_dim_max().filter(|max| head_dim > *max) {
+            Some(max) => Err(ConfigError::TooLarge { what: "kv-channels", value: head_dim, max }),
+            None => Ok(()),
         }
-        let (parallel, batch) = (&self.config.parallel, &self.config.batch);
-        let continued = self.resume.as_ref().filter(|resume| resume.selection.counters);
-        let consumed =
-            continued.map_or(0, |resume| resume.source.commit().run.counters.consumed_train_samples);
-        self.config.check_batches(consumed)?;
-        let Some(resume) = &self.resume else { return Ok(()) };
-        let num_samples = self.tokens.num_samples(parallel.seq_length())?;
-        let (seed, tail) = (self.config.seed, self.config.epoch_tail);
-        let sampler = Sampler::new(seed, num_samples, batch, tail)?;
-        let consumed = match resume.selection.counters {
-            true => next_sample(resume.source.commit(), num_samples)?,
-            false => 0,
-        };
-        let data = DataState::new(self.config, self.tokens, &sampler, num_samples, consumed)?;
-        Ok(crate::resume::check(resume, self.config, &data)?)
     }
 }
 
@@ -253,17 +234,17 @@ impl RunError {
 /// Runs `job` on its ranks and returns when all have ended.
 ///
 /// # Errors
-/// What the configuration or the checkpoint lacks, before any rank starts; the first rank's failure after that.
+/// A model that the device has no kernels for, before any rank starts; the first rank's failure after that.
 pub fn run(job: &Job) -> Result<RunEnd, Box<WorldError<RunError>>> {
-    let world_size = job.config.parallel.layout().world_size();
-    job.check().map_err(|error| {
-        let first = RankFailure { rank: Rank(0), reason: Reason::Error(error) };
+    job.check_device().map_err(|error| {
+        let first = RankFailure { rank: Rank(0), reason: Reason::Error(error.into()) };
         WorldError { first, followers: Vec::new() }
     })?;
-    let groups = Arc::new(GroupTable::new("model", job.config.parallel.layout()));
+    let layout = job.run.config().parallel.layout();
+    let groups = Arc::new(GroupTable::new("model", layout));
     let options = WorldOptions { timeout: job.timeout, ..WorldOptions::default() };
     let run_rank = |context: &RankContext| run_rank(job, &groups.for_rank(context.rank()), "", context);
-    let ends = World::run(world_size, options, run_rank)?;
+    let ends = World::run(layout.world_size(), options, run_rank)?;
     Ok(ends[0])
 }
 
@@ -278,12 +259,11 @@ pub fn run_rank(
     key_prefix: &str,
     context: &RankContext,
 ) -> Result<RunEnd, RunError> {
+    let config = job.run.config();
     let mut rank = RankRun::new(job, groups, key_prefix, context)?;
-    if let Some(resume) = &job.resume {
-        rank.resume(resume)?;
-    }
-    while rank.iteration < job.config.train_iters {
-        match job.config.iterations_to_skip.contains(&rank.iteration) {
+    rank.resume()?;
+    while rank.iteration < config.train_iters {
+        match config.iterations_to_skip.contains(&rank.iteration) {
             true => rank.pass_over()?,
             false => rank.step()?,
         }
@@ -291,12 +271,12 @@ pub fn run_rank(
         if stopped {
             rank.tell(|| Event::Stopping { iteration: rank.iteration })?;
         }
-        rank.save_if_due(stopped || rank.iteration == job.config.train_iters)?;
+        rank.save_if_due(stopped || rank.iteration == config.train_iters)?;
         if stopped {
             break;
         }
     }
-    Ok(RunEnd { iteration: rank.iteration, stopped: rank.iteration < job.config.train_iters })
+    Ok(RunEnd { iteration: rank.iteration, stopped: rank.iteration < config.train_iters })
 }
 
 /// One rank's run, step by step.
@@ -306,7 +286,6 @@ pub struct RankRun<'a> {
     trainer: Trainer,
     state: RunState,
     streams: Streams,
-    sampler: Sampler,
     reader: RankReader,
     schedule: Schedule,
     saver: Option<Saver>,
@@ -325,17 +304,14 @@ impl<'a> RankRun<'a> {
     /// A rank that starts from scratch. Collective, as all that follows.
     ///
     /// # Errors
-    /// A configuration, layout or data set that cannot be trained.
+    /// Groups that the model does not divide over, a device without room, a schedule that is none.
     pub fn new(
         job: &'a Job<'a>,
         groups: &ProcessGroups,
         key_prefix: &str,
         context: &RankContext,
     ) -> Result<Self, RunError> {
-        let config = job.config;
-        config.check()?;
-        let parallel = &config.parallel;
-        let num_samples = job.tokens.num_samples(parallel.seq_length())?;
+        let config = job.run.config();
         let comms = Comms::new(groups, |kind| context.comm(groups, kind)).map_err(BuildError::from)?;
         let mut trainer = Trainer::new(config, groups, comms, &job.device)?;
         let state = RunState::new(&mut trainer, key_prefix).map_err(BuildError::from)?;
@@ -351,7 +327,6 @@ impl<'a> RankRun<'a> {
             is_first: groups.rank() == groups.table().ranks()[0],
             state,
             streams: Streams::derive(config.seed, groups, 0),
-            sampler: Sampler::new(config.seed, num_samples, &config.batch, config.epoch_tail)?,
             reader: RankReader::new(config, groups),
             schedule: Schedule::new(config.schedule.clone(), &config.batch)?,
             saver,
@@ -378,31 +353,26 @@ impl<'a> RankRun<'a> {
         }
     }
 
-    /// Takes the state from a checkpoint, and proves it.
+    /// Takes the state from the checkpoint that the run goes on from, if there is one, and proves it.
     ///
     /// # Errors
     /// Anything that keeps the state from being what was saved.
-    pub fn resume(&mut self, resume: &Resume) -> Result<Resumed, RunError> {
-        let (job, sampler) = (self.job, self.sampler.clone());
-        let num_samples = job.tokens.num_samples(job.config.parallel.seq_length())?;
-        let data = |counters: &Counters| {
-            let consumed = counters.consumed_train_samples;
-            DataState::new(job.config, job.tokens, &sampler, num_samples, consumed)
-        };
-        let resumed = load(resume, &mut self.trainer, &self.state, &mut self.streams, &data)?;
+    pub fn resume(&mut self) -> Result<Option<Resumed>, RunError> {
+        let Some(from) = self.job.run.from() else { return Ok(None) };
+        let resumed = load(from, &mut self.trainer, &self.state, &mut self.streams)?;
         self.iteration = resumed.iteration;
         self.counters = resumed.counters;
         self.scheduler_samples = resumed.scheduler_samples;
-        self.partial = [&resume.source.commit().partial[..], &resumed.partial].concat();
+        self.partial = [&from.commit().partial[..], &resumed.partial].concat();
         self.partial.sort();
         self.partial.dedup();
         self.tell(|| Event::Resumed(Box::new(resumed.clone())))?;
-        Ok(resumed)
+        Ok(Some(resumed))
     }
 
     /// Passes over the batch of the next iteration: its samples are consumed, and nothing is updated.
     fn pass_over(&mut self) -> Result<(), RunError> {
-        let used = self.sampler.batch_len(self.counters.consumed_train_samples);
+        let used = self.job.run.sampler().batch_len(self.counters.consumed_train_samples);
         self.iteration += 1;
         self.counters.consumed_train_samples += used;
         self.counters.skipped_train_samples += used;
@@ -415,7 +385,7 @@ impl<'a> RankRun<'a> {
 
     /// Says what an epoch that just ended has left unused.
     fn tell_dropped(&self) -> Result<(), RunError> {
-        match self.sampler.dropped_at(self.counters.consumed_train_samples) {
+        match self.job.run.sampler().dropped_at(self.counters.consumed_train_samples) {
             Some((epoch, samples)) => self.tell(|| Event::SamplesDropped { epoch, samples }),
             None => Ok(()),
         }
@@ -428,8 +398,8 @@ impl<'a> RankRun<'a> {
     pub fn step(&mut self) -> Result<(), RunError> {
         let start = Instant::now();
         let consumed = self.counters.consumed_train_samples;
-        let slots = self.sampler.batch(consumed);
-        let batch = self.reader.read(self.job.tokens, &slots)?;
+        let slots = self.job.run.sampler().batch(consumed);
+        let batch = self.reader.read(self.job.run.tokens(), &slots)?;
         let lr = self.schedule.lr(self.scheduler_samples);
         let settings = StepSettings {
             lr,
@@ -438,14 +408,14 @@ impl<'a> RankRun<'a> {
         };
         let outcome = self.trainer.step(&batch, &settings)?;
 
-        let used = self.sampler.batch_len(consumed);
-        let seq_length = self.job.config.parallel.seq_length();
+        let used = self.job.run.sampler().batch_len(consumed);
+        let seq_length = self.job.run.config().parallel.seq_length();
         self.iteration += 1;
         self.counters.consumed_train_samples += used;
         self.counters.tokens += used * seq_length;
         if outcome.applied {
             self.counters.optimizer_steps += 1;
-            self.scheduler_samples += self.sampler.batch_size(consumed);
+            self.scheduler_samples += self.job.run.sampler().batch_size(consumed);
             self.skipped_in_a_row = 0;
         } else {
             self.counters.skipped_train_samples += used;
@@ -464,7 +434,7 @@ impl<'a> RankRun<'a> {
         })?;
         self.tell_dropped()?;
         match self.skipped_in_a_row {
-            skipped if skipped > 0 && skipped >= self.job.config.max_skipped_in_a_row => {
+            skipped if skipped > 0 && skipped >= self.job.run.config().max_skipped_in_a_row => {
                 Err(RunError::NotFinite { skipped, iteration: self.iteration })
             }
             _ => Ok(()),
@@ -521,15 +491,14 @@ impl<'a> RankRun<'a> {
 
     /// What `checkpoint.json` says beside what the saver computes.
     fn header(&self, policy: &SavePolicy) -> Result<Header, RunError> {
-        let config = self.job.config;
+        let config = self.job.run.config();
         let json = |value: Result<_, serde_json::Error>| value.expect("plain data");
-        let data = DataState::new(
-            config,
-            self.job.tokens,
-            &self.sampler,
-            self.job.tokens.num_samples(config.parallel.seq_length())?,
-            self.counters.consumed_train_samples,
-        )?;
+        // One rank reads the next batch for all of them.
+        let data = match self.is_first {
+            true => serde_json::to_vec(&self.job.run.data(self.counters.consumed_train_samples)?),
+            false => Ok(Vec::new()),
+        };
+        let data = self.trainer.comms().tp_dp_cp.gather_bytes("save.data", &data.expect("plain data"))?;
         Ok(Header {
             iteration: self.iteration,
             created: (policy.now)(),
@@ -546,7 +515,7 @@ impl<'a> RankRun<'a> {
                     seed: config.seed,
                     ordinal: self.counters.consumed_train_samples,
                 },
-                data: json(serde_json::to_value(data)),
+                data: json(serde_json::from_slice(&data[0])),
             },
             partial: self.partial.clone(),
         })

@@ -69,6 +69,11 @@ impl Sampler {
         Ok(Sampler { order: DataOrder::new(seed, num_samples), num_samples, batch: batch.clone(), tail })
     }
 
+    /// Samples of the data set: of an epoch, before the tail rule.
+    pub fn num_samples(&self) -> u64 {
+        self.num_samples
+    }
+
     /// Slots of the global batch that starts when `consumed` samples were used.
     pub fn batch_size(&self, consumed: u64) -> u64 {
         self.batch.size_at(consumed)

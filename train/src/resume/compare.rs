@@ -46,47 +46,53 @@ pub fn compare(
 ) -> Vec<Difference> {
     let (a, b) = (saved, wanted);
     let (m, n) = (&a.model, &b.model);
-    let mut differences = Vec::new();
-    let mut row = |field, saved: &dyn ToString, wanted: &dyn ToString| {
-        let (saved, wanted) = (saved.to_string(), wanted.to_string());
+    let mut rows = Rows::default();
+    rows.compare("num-layers", &m.num_layers, &n.num_layers);
+    rows.compare("hidden-size", &m.hidden_size, &n.hidden_size);
+    rows.compare("ffn-hidden-size", &m.ffn_hidden_size, &n.ffn_hidden_size);
+    rows.compare("num-attention-heads", &m.num_attention_heads, &n.num_attention_heads);
+    rows.compare("num-query-groups", &m.num_query_groups, &n.num_query_groups);
+    rows.compare("kv-channels", &m.kv_channels, &n.kv_channels);
+    rows.compare("vocab-size", &m.vocab_size, &n.vocab_size);
+    rows.compare("tie-embeddings", &m.tie_embeddings, &n.tie_embeddings);
+    rows.compare("normalization", &m.normalization, &n.normalization);
+    rows.compare("position-embedding-type", &m.position_embedding, &n.position_embedding);
+    rows.compare("activation", &m.activation, &n.activation);
+    rows.compare("biases", &m.biases, &n.biases);
+    rows.compare("norm-epsilon", &m.norm_epsilon, &n.norm_epsilon);
+    rows.compare("rotary-base", &m.rotary_base, &n.rotary_base);
+    rows.compare("hidden-dropout", &m.hidden_dropout, &n.hidden_dropout);
+    rows.compare("attention-dropout", &m.attention_dropout, &n.attention_dropout);
+    rows.compare("seq-length", &a.parallel.seq_length(), &b.parallel.seq_length());
+    rows.compare("global-batch-size", &a.batch, &b.batch);
+    rows.compare("seed", &a.seed, &b.seed);
+    // Other batches have other tokens.
+    let with_tokens = a.parallel.seq_length() == b.parallel.seq_length()
+        && a.batch == b.batch
+        && (a.seed, a.epoch_tail) == (b.seed, b.epoch_tail);
+    rows.compare("data", &saved_data.samples(with_tokens), &data.samples(with_tokens));
+    rows.compare("epoch-tail", &a.epoch_tail, &b.epoch_tail);
+    rows.compare("loss-average", &a.loss_average, &b.loss_average);
+    rows.compare("optimizer", &a.optimizer, &b.optimizer);
+    rows.compare("numerics", &a.numerics, &b.numerics);
+    rows.compare("precision", &a.precision, &b.precision);
+    rows.differences
+}
+
+/// Settings, compared one after another.
+#[derive(Default)]
+struct Rows {
+    differences: Vec<Difference>,
+}
+
+impl Rows {
+    fn compare<T: PartialEq + fmt::Display>(&mut self, field: &'static str, saved: &T, wanted: &T) {
         if saved != wanted {
             let overridable = CHANGEABLE.contains(&field);
-            differences.push(Difference { field, saved, wanted, overridable });
+            let (saved, wanted) = (saved.to_string(), wanted.to_string());
+            self.differences.push(Difference { field, saved, wanted, overridable });
         }
-    };
-    row("num-layers", &m.num_layers, &n.num_layers);
-    row("hidden-size", &m.hidden_size, &n.hidden_size);
-    row("ffn-hidden-size", &m.ffn_hidden_size, &n.ffn_hidden_size);
-    row("num-attention-heads", &m.num_attention_heads, &n.num_attention_heads);
-    row("num-query-groups", &m.num_query_groups, &n.num_query_groups);
-    row("kv-channels", &m.kv_channels, &n.kv_channels);
-    row("vocab-size", &m.vocab_size, &n.vocab_size);
-    row("tie-embeddings", &m.tie_embeddings, &n.tie_embeddings);
-    row("normalization", &m.normalization, &n.normalization);
-    row("position-embedding-type", &m.position_embedding, &n.position_embedding);
-    row("activation", &m.activation, &n.activation);
-    row("biases", &m.biases, &n.biases);
-    row("norm-epsilon", &m.norm_epsilon, &n.norm_epsilon);
-    row("rotary-base", &m.rotary_base, &n.rotary_base);
-    row("hidden-dropout", &m.hidden_dropout, &n.hidden_dropout);
-    row("attention-dropout", &m.attention_dropout, &n.attention_dropout);
-    row("seq-length", &a.parallel.seq_length(), &b.parallel.seq_length());
-    row("global-batch-size", &a.batch, &b.batch);
-    row("seed", &a.seed, &b.seed);
-    match a.parallel.seq_length() == b.parallel.seq_length()
-        && a.batch == b.batch
-        && (a.seed, a.epoch_tail) == (b.seed, b.epoch_tail)
-    {
-        true => row("data", &saved_data.with_tokens(), &data.with_tokens()),
-        // Other batches have other tokens.
-        false => row("data", saved_data, data),
     }
-    row("epoch-tail", &a.epoch_tail, &b.epoch_tail);
-    row("loss-average", &a.loss_average, &b.loss_average);
-    row("optimizer", &a.optimizer, &b.optimizer);
-    row("numerics", &a.numerics, &b.numerics);
-    row("precision", &a.precision, &b.precision);
-    differences
 }
 
 /// The run that wrote a checkpoint.
@@ -131,10 +137,18 @@ pub struct DataState {
     pub next_batch_size: u64,
 }
 
-/// What decides which samples there are.
-impl fmt::Display for DataState {
+/// What decides which samples there are, and which tokens come next where both runs read on alike.
+#[derive(PartialEq)]
+struct Samples<'a> {
+    num_samples: u64,
+    index_hash: &'a str,
+    next_batch: Option<&'a str>,
+}
+
+impl fmt::Display for Samples<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} samples of index {}", self.num_samples, self.index_hash)
+        write!(f, "{} samples of index {}", self.num_samples, self.index_hash)?;
+        self.next_batch.map_or(Ok(()), |hash| write!(f, " with the next tokens {hash}"))
     }
 }
 
@@ -147,7 +161,6 @@ impl DataState {
         config: &TrainConfig,
         tokens: &TokenFile,
         sampler: &Sampler,
-        num_samples: u64,
         consumed: u64,
     ) -> Result<Self, TokenFileError> {
         let seq_length = config.parallel.seq_length();
@@ -159,7 +172,7 @@ impl DataState {
             hashes.extend(fnv1a(&bytes).to_le_bytes());
         }
         Ok(DataState {
-            num_samples,
+            num_samples: sampler.num_samples(),
             seq_length,
             index_hash: format!("{:016x}", tokens.index_hash()),
             next_batch: format!("{:016x}", fnv1a(&hashes)),
@@ -167,8 +180,12 @@ impl DataState {
         })
     }
 
-    fn with_tokens(&self) -> String {
-        format!("{self} with the next tokens {}", self.next_batch)
+    fn samples(&self, with_tokens: bool) -> Samples<'_> {
+        Samples {
+            num_samples: self.num_samples,
+            index_hash: &self.index_hash,
+            next_batch: with_tokens.then_some(self.next_batch.as_str()),
+        }
     }
 }
 
@@ -180,9 +197,8 @@ pub struct SchedulerState {
 }
 
 /// Why the next global batch is not the one that the saved run would have read; `None` if it is.
-pub(super) fn other_samples(saved: &SavedRun, config: &TrainConfig, data: &DataState) -> Option<String> {
+pub(super) fn other_samples(differences: &[Difference]) -> Option<String> {
     let deciding = ["data", "seq-length", "global-batch-size", "seed", "epoch-tail"];
-    let differences = compare(&saved.config, &saved.data, config, data);
     let changed: Vec<_> =
         differences.iter().map(|d| d.field).filter(|field| deciding.contains(field)).collect();
     (!changed.is_empty()).then(|| format!("the next samples are others: {} changed", changed.join(", ")))

@@ -1,7 +1,6 @@
 //! Why a run cannot go on from a checkpoint.
 
 use crate::comm::CommError;
-use crate::data::TokenFileError;
 use crate::resume::{Difference, StreamCell};
 use crate::rng::InvalidStream;
 use ckpt::{BadGlob, Fingerprint, LoadPlanError};
@@ -84,9 +83,6 @@ pub enum ResumeError {
         /// Why not more.
         notes: Vec<String>,
     },
-    /// The next tokens could not be read.
-    #[error(transparent)]
-    Tokens(#[from] TokenFileError),
     /// A placement that the groups do not divide.
     #[error(transparent)]
     Placement(#[from] mesh::Indivisible),
@@ -126,7 +122,6 @@ impl ResumeError {
             ResumeError::Stream(_) => "RM3103",
             ResumeError::Fingerprint { .. } => "RM4050",
             ResumeError::NotStrict { .. } => "RM3110",
-            ResumeError::Tokens(error) => error.code(),
             ResumeError::Placement(_) => "RM2003",
             ResumeError::Comm(error) => error.code(),
         }
@@ -161,7 +156,6 @@ impl ResumeError {
                 "`remesh verify` checks the files; if they are whole, this is a bug or a memory fault".into()
             }
             ResumeError::NotStrict { .. } => "leave out --strict, or resume under the layout that was saved".into(),
-            ResumeError::Tokens(error) => error.help(),
             ResumeError::Placement(_) => "pick a layout that divides the model".into(),
             ResumeError::Comm(error) => error.help().into(),
         }

@@ -1,0 +1,340 @@
+//! What cannot be trained, and how to mend it.
+
+use super::{Canonical, EpochTail, Numerics, PositionEmbedding, TrainConfig};
+use crate::rng;
+use mesh::{BatchError, BatchSchedule, ExpertSizes};
+
+impl TrainConfig {
+    /// Checks everything that the layout rules alone cannot see: the model's widths against TP, and the canonical leaves
+    /// against what a rank holds. Pure, so all ranks refuse alike, before any group exists.
+    ///
+    /// # Errors
+    /// The first thing that does not fit, with the numbers.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let m = &self.model;
+        for (what, value) in [
+            ("num-layers", m.num_layers),
+            ("hidden-size", m.hidden_size),
+            ("ffn-hidden-size", m.ffn_hidden_size),
+            ("num-attention-heads", m.num_attention_heads),
+            ("num-query-groups", m.num_query_groups),
+            ("kv-channels", m.kv_channels),
+            ("vocab-size", m.vocab_size),
+        ] {
+            if value == 0 {
+                return Err(ConfigError::Zero { what });
+            }
+        }
+        let rotary_pair = if m.position_embedding == PositionEmbedding::Rope { 2 } else { 1 };
+        for (what, value, by, divisor) in [
+            ("num-attention-heads", m.num_attention_heads, "num-query-groups", m.num_query_groups),
+            ("kv-channels", m.kv_channels, "2 (rotary pairs)", rotary_pair),
+        ] {
+            if !value.is_multiple_of(divisor) {
+                return Err(ConfigError::Indivisible { what, value, by, divisor });
+            }
+        }
+        self.check_numbers()?;
+        self.check_counted()?;
+        if self.epoch_tail != EpochTail::Span && !self.batch.is_constant() {
+            return Err(ConfigError::TailOfSchedule { tail: self.epoch_tail, batch: self.batch.clone() });
+        }
+        let layout = &self.parallel.layout();
+        if layout.pp() != 1 {
+            return Err(ConfigError::Pipeline { pp: layout.pp() });
+        }
+        // Without experts, it is all the same how TP would cut them.
+        let ExpertSizes { ep, egtp, .. } = layout.experts();
+        if ep.max(egtp) > 1 {
+            return Err(ConfigError::Experts { ep, weight_shards: self.parallel.expert_weight_shards() });
+        }
+        let (tp, groups) = (layout.tp(), m.num_query_groups);
+        if !groups.is_multiple_of(tp as usize) {
+            return Err(ConfigError::QueryGroups { tp, groups });
+        }
+        match &self.numerics {
+            Numerics::Canonical(canonical) => self.check_canonical(canonical),
+            Numerics::Fast if !m.ffn_hidden_size.is_multiple_of(tp as usize) => {
+                let (what, by) = ("ffn-hidden-size", "tensor-model-parallel-size");
+                Err(ConfigError::Indivisible { what, value: m.ffn_hidden_size, by, divisor: tp as usize })
+            }
+            Numerics::Fast => Ok(()),
+        }
+    }
+
+    /// Checks that the batches of all steps that are left after `consumed` samples divide over the ranks. Those before may not:
+    /// a run may go on under a layout that its first batches were too small for.
+    ///
+    /// # Errors
+    /// The first size that does not divide.
+    pub fn check_batches(&self, consumed: u64) -> Result<(), BatchError> {
+        let until = self.batch.samples_after(self.train_iters).unwrap_or(u64::MAX);
+        self.batch.check(&self.parallel, consumed, until)
+    }
+
+    /// Numbers outside of which an update has no meaning, as the f32 that they are computed in.
+    fn check_numbers(&self) -> Result<(), ConfigError> {
+        let (m, o, s) = (&self.model, &self.optimizer, &self.schedule);
+        let part = (0.0..1.0, "a number from 0 up to, not including, 1");
+        let above_0 = (f32::MIN_POSITIVE..f32::INFINITY, "a finite number above 0, from 1.2e-38 on");
+        let at_least_0 = (0.0..f32::INFINITY, "a finite number of at least 0");
+        for (what, value, (range, valid)) in [
+            ("hidden-dropout", m.hidden_dropout.into(), &part),
+            ("attention-dropout", m.attention_dropout.into(), &part),
+            ("adam-beta1", o.adam_beta1, &part),
+            ("adam-beta2", o.adam_beta2, &part),
+            ("adam-eps", o.adam_eps, &above_0),
+            ("norm-epsilon", m.norm_epsilon.into(), &above_0),
+            ("rotary-base", m.rotary_base, &above_0),
+            ("init-method-std", m.init_method_std, &at_least_0),
+            ("clip-grad", o.clip_grad, &at_least_0),
+            ("lr", s.max_lr, &at_least_0),
+            ("weight-decay", s.end_weight_decay, &at_least_0),
+        ] {
+            if !range.contains(&(value as f32)) {
+                return Err(ConfigError::Range { what, value: value.to_string(), valid });
+            }
+        }
+        Ok(())
+    }
+
+    /// What random numbers are keyed by must fit its bits, and positions their table.
+    fn check_counted(&self) -> Result<(), ConfigError> {
+        let m = &self.model;
+        let samples = self.batch.samples_after(self.train_iters).unwrap_or(u64::MAX);
+        let seq_length = self.parallel.seq_length();
+        let max_positions = match m.position_embedding {
+            PositionEmbedding::Rope => seq_length,
+            PositionEmbedding::LearnedAbsolute { max_positions } => max_positions as u64,
+        };
+        let mut counted = vec![
+            ("seq-length", seq_length, max_positions),
+            ("train-iters", self.train_iters, u64::from(u32::MAX)),
+        ];
+        if let Numerics::Canonical(Canonical { grad_bits, kv_bits, .. }) = self.numerics {
+            counted.push(("numerics.grad_bits", grad_bits.into(), Canonical::FRACTION_BITS_MAX.into()));
+            counted.push(("numerics.kv_bits", kv_bits.into(), Canonical::FRACTION_BITS_MAX.into()));
+        }
+        if m.hidden_dropout > 0.0 {
+            counted.push(("num-layers", m.num_layers as u64, rng::MAX_LAYERS.into()));
+            counted.push(("train-samples", samples, rng::MAX_ORDINALS_HIDDEN));
+        }
+        if m.attention_dropout > 0.0 {
+            counted.push(("num-layers", m.num_layers as u64, rng::MAX_LAYERS.into()));
+            counted.push(("num-attention-heads", m.num_attention_heads as u64, rng::MAX_HEADS.into()));
+            counted.push(("train-samples", samples, rng::MAX_ORDINALS_ATTENTION));
+        }
+        match counted.into_iter().find(|(_, value, max)| value > max) {
+            Some((what, value, max)) => Err(ConfigError::TooLarge { what, value, max }),
+            None => Ok(()),
+        }
+    }
+
+    fn check_canonical(&self, canonical: &Canonical) -> Result<(), ConfigError> {
+        let Canonical { leaf_tokens: leaf, tp_leaves, .. } = *canonical;
+        for (what, value) in [("canonical-leaf-tokens", leaf), ("canonical-tp-leaves", tp_leaves)] {
+            if value == 0 {
+                return Err(ConfigError::Zero { what });
+            }
+        }
+        let (groups, ffn) = (self.model.num_query_groups, self.model.ffn_hidden_size);
+        if !tp_leaves.is_power_of_two() || !groups.is_multiple_of(tp_leaves) || !ffn.is_multiple_of(tp_leaves)
+        {
+            return Err(ConfigError::TpLeavesOfModel { tp_leaves, groups, ffn });
+        }
+        let layout = &self.parallel.layout();
+        let tp = layout.tp();
+        if !tp.is_power_of_two() || tp as usize > tp_leaves {
+            return Err(ConfigError::TpLeaves { tp, tp_leaves });
+        }
+        let seq = self.parallel.seq_length() as usize;
+        let cp = layout.runtime_cp().0 as usize;
+        // An odd length is only allowed where nothing cuts it.
+        let mut parts = match seq.is_multiple_of(2) {
+            true => vec![(format!("T/(2·runtime CP) = {seq}/(2·{cp})"), seq / (2 * cp))],
+            false => vec![("T".to_owned(), seq)],
+        };
+        if self.parallel.sequence_parallel() {
+            parts.push((format!("T/(runtime CP·TP) = {seq}/({cp}·{tp})"), seq / (cp * tp as usize)));
+        }
+        let largest = parts.iter().fold(0, |all, (_, part)| gcd(all, *part));
+        match parts.into_iter().find(|(_, part)| !part.is_multiple_of(leaf)) {
+            Some((formula, part)) => Err(ConfigError::Leaf { leaf, formula, part, largest }),
+            None => Ok(()),
+        }
+    }
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// A configuration that cannot be trained.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ConfigError {
+    /// Something must be at least one.
+    #[error("`{what}` is 0")]
+    Zero {
+        /// Which setting.
+        what: &'static str,
+    },
+    /// A division that must be exact.
+    #[error("`{what}` {value} is no multiple of `{by}` {divisor}")]
+    Indivisible {
+        /// What is divided.
+        what: &'static str,
+        /// Its value.
+        value: usize,
+        /// By what.
+        by: &'static str,
+        /// Its value.
+        divisor: usize,
+    },
+    /// TP does not divide the query groups.
+    #[error(
+        "TP {tp} does not divide the {groups} query groups: {groups} % {tp} != 0 (`decoder.layers.*.self_attention.linear_qkv.weight`)"
+    )]
+    QueryGroups {
+        /// Tensor parallel degree.
+        tp: u32,
+        /// Query groups.
+        groups: usize,
+    },
+    /// A pipeline, which the trainer does not run.
+    #[error("pipeline parallel size {pp}: the trainer runs one stage")]
+    Pipeline {
+        /// Pipeline parallel degree.
+        pp: u32,
+    },
+    /// Experts on several ranks, which the models do not have.
+    #[error(
+        "expert parallel size {ep}, {weight_shards} expert weight shards: the trainer's models have no experts"
+    )]
+    Experts {
+        /// Expert parallel degree.
+        ep: u32,
+        /// ETP × EGTP.
+        weight_shards: u32,
+    },
+    /// A tail rule that counts in whole batches, and batches that grow.
+    #[error("epoch tail `{tail}` counts in global batches, which grow here: {batch} samples")]
+    TailOfSchedule {
+        /// The rule.
+        tail: EpochTail,
+        /// The batches.
+        batch: BatchSchedule,
+    },
+    /// The leaf does not divide what a rank holds.
+    #[error("a leaf of {leaf} tokens does not divide {formula} = {part}")]
+    Leaf {
+        /// Tokens of a leaf.
+        leaf: usize,
+        /// What must be a multiple, as a formula.
+        formula: String,
+        /// Its value.
+        part: usize,
+        /// The largest leaf that fits.
+        largest: usize,
+    },
+    /// TP does not fit the canonical tree.
+    #[error("canonical numerics need TP 1, 2, 4 … up to {tp_leaves} here, found {tp}")]
+    TpLeaves {
+        /// Tensor parallel degree.
+        tp: u32,
+        /// Blocks of TP-split sums.
+        tp_leaves: usize,
+    },
+    /// The number of TP blocks does not fit the model.
+    #[error(
+        "{tp_leaves} TP blocks: a power of two that divides the {groups} query groups and the feed-forward width {ffn} is needed"
+    )]
+    TpLeavesOfModel {
+        /// Blocks of TP-split sums.
+        tp_leaves: usize,
+        /// Query groups.
+        groups: usize,
+        /// Feed-forward width.
+        ffn: usize,
+    },
+    /// More than there are bits to count it, in random numbers or sums.
+    #[error("`{what}` {value} is more than {max}")]
+    TooLarge {
+        /// Which setting.
+        what: &'static str,
+        /// Its value.
+        value: u64,
+        /// The largest that fits.
+        max: u64,
+    },
+    /// A number outside its range.
+    #[error("`{what}` is {value}")]
+    Range {
+        /// Which setting.
+        what: &'static str,
+        /// Its value, as text.
+        value: String,
+        /// What it can be.
+        valid: &'static str,
+    },
+    /// More than the machine has.
+    #[error("this run needs at least {wanted} bytes of memory, and there are {there}")]
+    Memory {
+        /// Bytes that it needs at least.
+        wanted: u64,
+        /// Bytes that the machine has.
+        there: u64,
+    },
+}
+
+impl ConfigError {
+    /// Code of the error.
+    pub fn code(&self) -> &'static str {
+        match self {
+            ConfigError::QueryGroups { .. } => "RM2003",
+            ConfigError::Memory { .. } => "RM2050",
+            ConfigError::Leaf { .. } => "RM2030",
+            ConfigError::TpLeaves { .. } | ConfigError::TpLeavesOfModel { .. } => "RM2031",
+            ConfigError::Pipeline { .. } | ConfigError::Experts { .. } => "RM2032",
+            ConfigError::TailOfSchedule { .. }
+            | ConfigError::Zero { .. }
+            | ConfigError::Indivisible { .. }
+            | ConfigError::Range { .. }
+            | ConfigError::TooLarge { .. } => "RM6003",
+        }
+    }
+
+    /// How to mend it.
+    pub fn help(&self) -> String {
+        match self {
+            ConfigError::QueryGroups { groups, .. } => {
+                let sizes: Vec<_> =
+                    (1..=(*groups).min(1024)).filter(|tp| groups.is_multiple_of(*tp)).map(|tp| tp.to_string()).collect();
+                format!("pick a TP size that divides the query groups: {}", sizes.join(", "))
+            }
+            ConfigError::Leaf { largest, .. } => format!("the largest leaf that fits is --canonical-leaf-tokens {largest}"),
+            ConfigError::TpLeaves { tp_leaves, .. } => {
+                let sizes: Vec<_> = (0..=tp_leaves.ilog2()).map(|log| (1 << log).to_string()).collect();
+                format!("valid TP sizes: {}; --numerics fast takes others", sizes.join(", "))
+            }
+            ConfigError::TpLeavesOfModel { .. } => {
+                "leave out --canonical-tp-leaves for the largest that fits".to_owned()
+            }
+            ConfigError::Pipeline { .. } => {
+                "leave out --pipeline-model-parallel-size; weights of a large model are spread by --tp and --weight-shards".to_owned()
+            }
+            ConfigError::Experts { .. } => {
+                "leave out --expert-model-parallel-size and --expert-tensor-parallel-num-weight-shards".to_owned()
+            }
+            ConfigError::TailOfSchedule { .. } => "use --epoch-tail span, or a constant batch size".to_owned(),
+            ConfigError::Zero { what } => format!("give `{what}` a value of at least 1"),
+            ConfigError::Indivisible { what, by, divisor, .. } => {
+                format!("make `{what}` a multiple of `{by}` ({divisor})")
+            }
+            ConfigError::TooLarge { what, max, .. } => format!("give `{what}` a value up to {max}"),
+            ConfigError::Range { what, valid, .. } => format!("give `{what}` {valid}"),
+            ConfigError::Memory { .. } => {
+                "check the sizes for a typing error; a smaller model, fewer ranks or a smaller batch needs less".to_owned()
+            }
+        }
+    }
+}

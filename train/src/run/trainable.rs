@@ -1,0 +1,76 @@
+//! What a run trains and goes on from, checked once, before any rank starts.
+
+use crate::config::{Numerics, TrainConfig};
+use crate::data::{Sampler, TokenFile, TokenFileError};
+use crate::resume::{Continuation, DataState, Resume, next_sample};
+use crate::run::RunError;
+
+/// A configuration with its tokens and the checkpoint that it goes on from, all of which fit: it can be trained.
+pub struct Trainable<'a> {
+    config: &'a TrainConfig,
+    tokens: &'a TokenFile,
+    sampler: Sampler,
+    from: Option<Continuation<'a>>,
+}
+
+impl<'a> Trainable<'a> {
+    /// Checks that `config` can be trained on `tokens`, and that the run of `resume` may go on as this one; without one it
+    /// starts afresh. Reads the next global batch.
+    ///
+    /// # Errors
+    /// What cannot be trained or resumed, the same for all ranks.
+    pub fn new(
+        config: &'a TrainConfig,
+        tokens: &'a TokenFile,
+        resume: Option<Resume<'a>>,
+    ) -> Result<Self, RunError> {
+        let continued = resume.as_ref().filter(|resume| resume.selection.counters);
+        let continued = continued.map(|resume| resume.source.commit());
+        config.check_batches(continued.map_or(0, |commit| commit.run.counters.consumed_train_samples))?;
+        let num_samples = tokens.num_samples(config.parallel.seq_length())?;
+        let sampler = Sampler::new(config.seed, num_samples, &config.batch, config.epoch_tail)?;
+        let next = continued.map(|commit| next_sample(commit, num_samples)).transpose()?;
+        let data = DataState::new(config, tokens, &sampler, next.unwrap_or(0))?;
+        let from = resume.map(|resume| Continuation::new(resume, config, &data)).transpose()?;
+        // After the comparison: what differs from the checkpoint's run is what is wrong.
+        config.check()?;
+        Ok(Trainable { config, tokens, sampler, from })
+    }
+
+    /// What is trained.
+    pub fn config(&self) -> &'a TrainConfig {
+        self.config
+    }
+
+    /// What makes the next step another one than the saved run's, although the state is the same.
+    pub fn changes(&self) -> Vec<String> {
+        let Some(from) = &self.from else { return Vec::new() };
+        let Some(saved) = from.saved() else { return Vec::new() };
+        let mut changes: Vec<String> = from.differences().iter().map(|d| d.field.to_owned()).collect();
+        if saved.config.schedule != self.config.schedule {
+            changes.push("schedule".to_owned());
+        }
+        // The order of fast sums depends on who has which samples.
+        if self.config.numerics == Numerics::Fast && saved.config.parallel != self.config.parallel {
+            changes.push("layout (fast numerics)".to_owned());
+        }
+        changes
+    }
+
+    pub(super) fn tokens(&self) -> &'a TokenFile {
+        self.tokens
+    }
+
+    pub(super) fn sampler(&self) -> &Sampler {
+        &self.sampler
+    }
+
+    pub(super) fn from(&self) -> Option<&Continuation<'a>> {
+        self.from.as_ref()
+    }
+
+    /// What a checkpoint after `consumed` samples says about those that are next.
+    pub(super) fn data(&self, consumed: u64) -> Result<DataState, TokenFileError> {
+        DataState::new(self.config, self.tokens, &self.sampler, consumed)
+    }
+}
