@@ -12,6 +12,7 @@ mod memory;
 mod metrics;
 mod output;
 mod report;
+mod start;
 
 use clap::{Parser, Subcommand};
 use output::{OutputArgs, complain};

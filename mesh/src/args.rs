@@ -6,104 +6,92 @@
 
 use crate::config::{ParallelConfig, ParallelError, ParallelSettings, check_sequence_parallel, sp_degree};
 use crate::group_options::GroupOptions;
-use crate::layers::{Merged, Source};
+use crate::layers::Merged;
 use crate::layout::{self, ConfiguredCp, ExpertSizes, LayoutError, LayoutSizes, ParallelLayout, RankOrder};
 use serde::{Deserialize, Serialize};
 
-/// Parallel degrees and batch sizes as they were said; `None` where nothing was.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "clap", derive(clap::Args))]
-#[cfg_attr(
-    feature = "clap",
-    command(arg = clap::Arg::new("no_sequence_parallel")
-        .long("no-sequence-parallel")
-        .help("Turn sequence parallelism off")
-        .action(clap::ArgAction::SetTrue)
-        .overrides_with("sequence_parallel"))
-)]
-#[serde(default, deny_unknown_fields)]
-pub struct ParallelArgs {
-    /// Ranks that split each weight matrix before GTP [default: 1; TP × PP × CP × GTP must divide the world size]
-    #[cfg_attr(feature = "clap", arg(long, visible_alias = "tp", value_name = "RANKS"))]
-    pub tensor_model_parallel_size: Option<u32>,
-    /// Pipeline stages [default: 1; TP × PP × CP × GTP must divide the world size]
-    #[cfg_attr(feature = "clap", arg(long, visible_alias = "pp", value_name = "STAGES"))]
-    pub pipeline_model_parallel_size: Option<u32>,
-    /// Weight replicas that share each sequence, before the sequence shards inside GTP [default: 1; 2 × runtime CP must
-    /// divide the sequence length]
-    #[cfg_attr(feature = "clap", arg(long, visible_alias = "cp", value_name = "RANKS"))]
-    pub context_parallel_size: Option<u32>,
-    /// Split the sequence over the TP ranks outside the matrix products [default: off; off if TP is 1; runtime CP × TP
-    /// must divide the sequence length]
+crate::settings! {
+    /// Parallel degrees and batch sizes as they were said; `None` where nothing was.
+    #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    #[cfg_attr(feature = "clap", derive(clap::Args))]
     #[cfg_attr(
         feature = "clap",
-        arg(
-            long,
-            visible_alias = "sp",
-            num_args = 0,
-            default_missing_value = "true",
-            default_value_if("no_sequence_parallel", "true", "false"),
-            overrides_with = "no_sequence_parallel"
-        )
+        command(arg = clap::Arg::new("no_sequence_parallel")
+            .long("no-sequence-parallel")
+            .help("Turn sequence parallelism off")
+            .action(clap::ArgAction::SetTrue)
+            .overrides_with("sequence_parallel"))
     )]
-    pub sequence_parallel: Option<bool>,
-    /// Weight shards, TP × GTP [default: TP; a multiple of TP]
-    #[cfg_attr(feature = "clap", arg(long, visible_alias = "weight-shards", value_name = "SHARDS"))]
-    pub tensor_parallel_num_weight_shards: Option<u32>,
-    /// Sequence shards, SP degree × shards inside GTP [default: the SP degree, which is TP with sequence parallelism and
-    /// else 1; a multiple of it, and sequence shards ÷ SP degree must divide GTP]
-    #[cfg_attr(feature = "clap", arg(long, visible_alias = "seq-shards", value_name = "SHARDS"))]
-    pub tensor_parallel_num_sequence_shards: Option<u32>,
-    /// Ranks left for data parallelism, to check [default: world size ÷ (TP × PP × CP × GTP)]
-    #[cfg_attr(feature = "clap", arg(long, visible_alias = "dp", value_name = "RANKS"))]
-    pub data_parallel_size: Option<u32>,
-    /// Ranks that the experts are distributed over [default: 1; ETP × EP × EGTP × PP must divide the world size]
-    #[cfg_attr(feature = "clap", arg(long, visible_alias = "ep", value_name = "RANKS"))]
-    pub expert_model_parallel_size: Option<u32>,
-    /// Ranks that split each weight matrix of an expert [default: TP; ETP × EP × EGTP × PP must divide the world size]
-    #[cfg_attr(feature = "clap", arg(long, visible_alias = "etp", value_name = "RANKS"))]
-    pub expert_tensor_parallel_size: Option<u32>,
-    /// Weight shards of an expert, ETP × EGTP [default: ETP; a multiple of ETP]
-    #[cfg_attr(feature = "clap", arg(long, visible_alias = "expert-weight-shards", value_name = "SHARDS"))]
-    pub expert_tensor_parallel_num_weight_shards: Option<u32>,
-    /// Parts of the weight replicas that each hold the whole optimizer state [default: 1; divides the weight replicas and
-    /// those of experts; 1 with weight shards beyond TP or ETP]
-    #[cfg_attr(feature = "clap", arg(long, value_name = "INSTANCES"))]
-    pub num_distributed_optimizer_instances: Option<u32>,
-    /// Sizes of the levels inside runtime CP, the innermost first [default: one level; their product is runtime CP]
-    #[cfg_attr(feature = "clap", arg(long, value_name = "RANKS", num_args = 1.., value_delimiter = ','))]
-    pub hierarchical_context_parallel_sizes: Option<Vec<u32>>,
-    /// Order of the dense axes among the ranks [default: gtp-inside-cp; the older cp-inside-gtp only without sequence
-    /// shards inside GTP]
-    #[cfg_attr(feature = "clap", arg(long, value_enum, value_name = "ORDER"))]
-    pub rank_order: Option<RankOrder>,
-    /// Samples that a rank runs at a time [required, no default]
-    #[cfg_attr(feature = "clap", arg(long, visible_alias = "mbs", value_name = "SAMPLES"))]
-    pub micro_batch_size: Option<u32>,
-    /// Samples of an optimizer step [default: micro batch size × batch parallel size; a multiple of it]
-    #[cfg_attr(feature = "clap", arg(long, visible_alias = "gbs", value_name = "SAMPLES"))]
-    pub global_batch_size: Option<u64>,
-    /// Tokens of a sample [required, no default; a multiple of 2 × runtime CP if that is above 1, and of runtime CP × SP degree]
-    #[cfg_attr(feature = "clap", arg(long, value_name = "TOKENS"))]
-    pub seq_length: Option<u64>,
+    #[serde(default, deny_unknown_fields)]
+    pub struct ParallelArgs {
+        /// Ranks that split each weight matrix before GTP [default: 1; TP × PP × CP × GTP must divide the world size]
+        #[cfg_attr(feature = "clap", arg(long, visible_alias = "tp", value_name = "RANKS"))]
+        pub tensor_model_parallel_size: Option<u32>,
+        /// Pipeline stages [default: 1; TP × PP × CP × GTP must divide the world size]
+        #[cfg_attr(feature = "clap", arg(long, visible_alias = "pp", value_name = "STAGES"))]
+        pub pipeline_model_parallel_size: Option<u32>,
+        /// Weight replicas that share each sequence, before the sequence shards inside GTP [default: 1; 2 × runtime CP must
+        /// divide the sequence length]
+        #[cfg_attr(feature = "clap", arg(long, visible_alias = "cp", value_name = "RANKS"))]
+        pub context_parallel_size: Option<u32>,
+        /// Split the sequence over the TP ranks outside the matrix products [default: off; off if TP is 1; runtime CP × TP
+        /// must divide the sequence length]
+        #[cfg_attr(
+            feature = "clap",
+            arg(
+                long,
+                visible_alias = "sp",
+                num_args = 0,
+                default_missing_value = "true",
+                default_value_if("no_sequence_parallel", "true", "false"),
+                overrides_with = "no_sequence_parallel"
+            )
+        )]
+        pub sequence_parallel: Option<bool>,
+        /// Weight shards, TP × GTP [default: TP; a multiple of TP]
+        #[cfg_attr(feature = "clap", arg(long, visible_alias = "weight-shards", value_name = "SHARDS"))]
+        pub tensor_parallel_num_weight_shards: Option<u32>,
+        /// Sequence shards, SP degree × shards inside GTP [default: the SP degree, which is TP with sequence parallelism and
+        /// else 1; a multiple of it, and sequence shards ÷ SP degree must divide GTP]
+        #[cfg_attr(feature = "clap", arg(long, visible_alias = "seq-shards", value_name = "SHARDS"))]
+        pub tensor_parallel_num_sequence_shards: Option<u32>,
+        /// Ranks left for data parallelism, to check [default: world size ÷ (TP × PP × CP × GTP)]
+        #[cfg_attr(feature = "clap", arg(long, visible_alias = "dp", value_name = "RANKS"))]
+        pub data_parallel_size: Option<u32>,
+        /// Ranks that the experts are distributed over [default: 1; ETP × EP × EGTP × PP must divide the world size]
+        #[cfg_attr(feature = "clap", arg(long, visible_alias = "ep", value_name = "RANKS"))]
+        pub expert_model_parallel_size: Option<u32>,
+        /// Ranks that split each weight matrix of an expert [default: TP; ETP × EP × EGTP × PP must divide the world size]
+        #[cfg_attr(feature = "clap", arg(long, visible_alias = "etp", value_name = "RANKS"))]
+        pub expert_tensor_parallel_size: Option<u32>,
+        /// Weight shards of an expert, ETP × EGTP [default: ETP; a multiple of ETP]
+        #[cfg_attr(feature = "clap", arg(long, visible_alias = "expert-weight-shards", value_name = "SHARDS"))]
+        pub expert_tensor_parallel_num_weight_shards: Option<u32>,
+        /// Parts of the weight replicas that each hold the whole optimizer state [default: 1; divides the weight replicas and
+        /// those of experts; 1 with weight shards beyond TP or ETP]
+        #[cfg_attr(feature = "clap", arg(long, value_name = "INSTANCES"))]
+        pub num_distributed_optimizer_instances: Option<u32>,
+        /// Sizes of the levels inside runtime CP, the innermost first [default: one level; their product is runtime CP]
+        #[cfg_attr(feature = "clap", arg(long, value_name = "RANKS", num_args = 1.., value_delimiter = ','))]
+        pub hierarchical_context_parallel_sizes: Option<Vec<u32>>,
+        /// Order of the dense axes among the ranks [default: gtp-inside-cp; the older cp-inside-gtp only without sequence
+        /// shards inside GTP]
+        #[cfg_attr(feature = "clap", arg(long, value_enum, value_name = "ORDER"))]
+        pub rank_order: Option<RankOrder>,
+        /// Samples that a rank runs at a time [required, no default]
+        #[cfg_attr(feature = "clap", arg(long, visible_alias = "mbs", value_name = "SAMPLES"))]
+        pub micro_batch_size: Option<u32>,
+        /// Samples of an optimizer step [default: micro batch size × batch parallel size; a multiple of it]
+        #[cfg_attr(feature = "clap", arg(long, visible_alias = "gbs", value_name = "SAMPLES"))]
+        pub global_batch_size: Option<u64>,
+        /// Tokens of a sample [required, no default; a multiple of 2 × runtime CP if that is above 1, and of runtime CP × SP degree]
+        #[cfg_attr(feature = "clap", arg(long, value_name = "TOKENS"))]
+        pub seq_length: Option<u64>,
+    }
 }
 
 /// Layers of arguments merged into one, with the source of each value.
 pub type MergedArgs = Merged<ParallelArgs>;
-
-impl ParallelArgs {
-    /// One set of arguments out of layers in any order: each value comes from the strongest source that says one.
-    pub fn merge(layers: &[(Source, ParallelArgs)]) -> MergedArgs {
-        crate::merge_layers! {
-            ParallelArgs, layers,
-            tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel
-            tensor_parallel_num_weight_shards tensor_parallel_num_sequence_shards data_parallel_size
-            expert_model_parallel_size expert_tensor_parallel_size expert_tensor_parallel_num_weight_shards
-            num_distributed_optimizer_instances hierarchical_context_parallel_sizes rank_order
-            micro_batch_size global_batch_size seq_length
-        }
-    }
-}
 
 /// The arguments that resolve to the same configuration, whatever weaker layers say. DP is left open: it follows from
 /// the world size, and a configuration may be resumed on another one. So is what a configuration does not hold.

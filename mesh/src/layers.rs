@@ -21,7 +21,45 @@ pub enum Source {
     BuiltIn,
 }
 
-/// Layers of one table of settings merged into one, with the source of each value.
+/// A setting, or a table of them, that several layers may say. [`settings!`](crate::settings) declares one.
+pub trait Layered {
+    /// Takes over what `weaker` says and this does not; `taken` is told the name of each setting that was. A setting's own
+    /// name is `name`.
+    fn fill(&mut self, name: &'static str, weaker: &Self, taken: &mut dyn FnMut(&'static str));
+}
+
+impl<T: Clone> Layered for Option<T> {
+    fn fill(&mut self, name: &'static str, weaker: &Self, taken: &mut dyn FnMut(&'static str)) {
+        if self.is_none() && weaker.is_some() {
+            self.clone_from(weaker);
+            taken(name);
+        }
+    }
+}
+
+/// Declares a struct of settings, each an `Option`, or of such structs: layers of it can be [`Merged`].
+#[macro_export]
+macro_rules! settings {
+    (
+        $(#[$meta:meta])*
+        $visibility:vis struct $name:ident {
+            $($(#[$field_meta:meta])* $field_visibility:vis $field:ident: $type:ty,)*
+        }
+    ) => {
+        $(#[$meta])*
+        $visibility struct $name {
+            $($(#[$field_meta])* $field_visibility $field: $type,)*
+        }
+
+        impl $crate::Layered for $name {
+            fn fill(&mut self, _: &'static str, weaker: &Self, taken: &mut dyn FnMut(&'static str)) {
+                $($crate::Layered::fill(&mut self.$field, stringify!($field), &weaker.$field, taken);)*
+            }
+        }
+    };
+}
+
+/// Layers of settings merged into one, with the source of each value. Names of settings are unique over all tables.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Merged<T> {
     args: T,
@@ -29,12 +67,24 @@ pub struct Merged<T> {
     sources: BTreeMap<&'static str, Source>,
 }
 
-impl<T> Merged<T> {
-    /// What [`merge_layers`](crate::merge_layers) found.
-    pub fn new(args: T, sources: BTreeMap<&'static str, Source>) -> Self {
-        Merged { args, sources }
+impl<T: Layered + Default> Merged<T> {
+    /// Each value of `layers`, which are in any order, from the strongest source that says it.
+    pub fn of(layers: &[(Source, T)]) -> Self {
+        let mut layers: Vec<&(Source, T)> = layers.iter().collect();
+        layers.sort_by_key(|(source, _)| *source);
+        let mut merged = Merged::default();
+        layers.into_iter().for_each(|(source, args)| merged.fill(*source, args));
+        merged
     }
 
+    /// Adds a layer that is weaker than all before it.
+    pub fn fill(&mut self, source: Source, weaker: &T) {
+        let sources = &mut self.sources;
+        self.args.fill("", weaker, &mut |name| _ = sources.insert(name, source));
+    }
+}
+
+impl<T> Merged<T> {
     /// The values, whoever said them.
     pub fn args(&self) -> &T {
         &self.args
@@ -44,26 +94,11 @@ impl<T> Merged<T> {
     pub fn source(&self, field: &str) -> Option<Source> {
         self.sources.get(field).copied()
     }
-}
 
-/// Merges `layers`, a slice of pairs of a [`Source`] and the table `$args`, in any order, into a [`Merged`]: each of the
-/// fields, which are `Option`s, comes from the strongest source that says it.
-#[macro_export]
-macro_rules! merge_layers {
-    ($args:ident, $layers:expr, $($field:ident)*) => {{
-        let mut layers: Vec<&($crate::Source, $args)> = $layers.iter().collect();
-        layers.sort_by_key(|(source, _)| *source);
-        let mut args = $args::default();
-        let mut sources = std::collections::BTreeMap::new();
-        $(
-            let strongest = layers.iter().find_map(|(source, args)| args.$field.clone().map(|value| (*source, value)));
-            if let Some((source, value)) = strongest {
-                args.$field = Some(value);
-                sources.insert(stringify!($field), source);
-            }
-        )*
-        $crate::Merged::new(args, sources)
-    }};
+    /// One of the tables.
+    pub fn table<U: Clone>(&self, table: impl Fn(&T) -> &U) -> Merged<U> {
+        Merged { args: table(&self.args).clone(), sources: self.sources.clone() }
+    }
 }
 
 impl fmt::Display for Source {
@@ -75,5 +110,42 @@ impl fmt::Display for Source {
             Source::ProgramDefault => "program default",
             Source::BuiltIn => "built-in",
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    crate::settings! {
+        #[derive(Clone, Debug, Default, PartialEq)]
+        struct Engine {
+            cylinders: Option<u32>,
+            fuel: Option<&'static str>,
+        }
+    }
+
+    crate::settings! {
+        #[derive(Clone, Debug, Default, PartialEq)]
+        struct Car {
+            engine: Engine,
+            doors: Option<u32>,
+        }
+    }
+
+    /// A stronger layer that says one setting of a table leaves the others of it to weaker ones.
+    #[test]
+    fn tables_are_merged_setting_by_setting() {
+        let flags = Car { engine: Engine { cylinders: Some(6), fuel: None }, doors: None };
+        let file = Car { engine: Engine { cylinders: Some(4), fuel: Some("diesel") }, doors: None };
+        let mut merged = Merged::of(&[(Source::ConfigFile, file), (Source::CommandLine, flags)]);
+        merged.fill(Source::BuiltIn, &Car { doors: Some(5), ..Car::default() });
+        let engine = Engine { cylinders: Some(6), fuel: Some("diesel") };
+        assert_eq!(*merged.args(), Car { engine: engine.clone(), doors: Some(5) });
+        let sources = ["cylinders", "fuel", "doors", "wheels"].map(|name| merged.source(name));
+        let expected = [Source::CommandLine, Source::ConfigFile, Source::BuiltIn];
+        assert_eq!(sources, [Some(expected[0]), Some(expected[1]), Some(expected[2]), None]);
+        let of_engine = merged.table(|car| &car.engine);
+        assert_eq!((of_engine.args(), of_engine.source("fuel")), (&engine, Some(Source::ConfigFile)));
     }
 }

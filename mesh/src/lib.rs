@@ -26,7 +26,7 @@
 //! Eight ranks, two copies of each weight, one sample at a time:
 //!
 //! ```
-//! use mesh::{DimPlacement, GroupKind, GroupTable, ParallelArgs, Placement, Rank, Region, Source};
+//! use mesh::{DimPlacement, GroupKind, GroupTable, MergedArgs, ParallelArgs, Placement, Rank, Region, Source};
 //! use std::sync::Arc;
 //!
 //! let flags = ParallelArgs {
@@ -39,7 +39,7 @@
 //!     ..ParallelArgs::default()
 //! };
 //! let program = ParallelArgs { tensor_parallel_num_sequence_shards: Some(4), ..ParallelArgs::default() };
-//! let said = ParallelArgs::merge(&[(Source::CommandLine, flags), (Source::ProgramDefault, program)]);
+//! let said = MergedArgs::of(&[(Source::CommandLine, flags), (Source::ProgramDefault, program)]);
 //! let config = said.resolve(8, 0)?;
 //! let explained: Vec<String> = said.explain(&config).iter().map(ToString::to_string).collect();
 //! assert!(explained.contains(&"tensor-parallel-num-sequence-shards 4 (program default)".to_owned()));
@@ -100,7 +100,7 @@ pub use explain::{Explained, Origin};
 pub use fold::{Fold, FoldMemory};
 pub use group_options::{GroupOptions, GroupOptionsError};
 pub use groups::{AllGatherRanks, Group, GroupKind, GroupTable, MissingGroups, ProcessGroups, UnknownGroup};
-pub use layers::{Merged, Source};
+pub use layers::{Layered, Merged, Source};
 pub use layout::{
     ConfiguredCp, ExpertSizes, LayoutError, LayoutSizes, MAX_RANKS, ParallelLayout, RankOrder, RuntimeCp,
 };

@@ -25,7 +25,7 @@ fn args(
 }
 
 fn said(args: ParallelArgs) -> MergedArgs {
-    ParallelArgs::merge(&[(Source::CommandLine, args)])
+    MergedArgs::of(&[(Source::CommandLine, args)])
 }
 
 fn sequence_shards(shards: Option<u32>) -> ParallelArgs {
@@ -42,7 +42,7 @@ fn program_defaults_are_merged_before_anything_is_derived() {
     ];
     for (explicit, default, expected) in cases {
         for source in [Source::CommandLine, Source::ConfigFile] {
-            let merged = ParallelArgs::merge(&[
+            let merged = MergedArgs::of(&[
                 (Source::ProgramDefault, sequence_shards(default)),
                 (source, ParallelArgs { ..args(1, false, 1, Some(2), explicit) }),
             ]);
@@ -78,7 +78,7 @@ fn the_strongest_source_wins_whatever_the_order_of_the_layers() {
         (Source::Checkpoint, 8),
         (Source::ProgramDefault, 16),
     ] {
-        let merged = ParallelArgs::merge(&layers);
+        let merged = MergedArgs::of(&layers);
         assert_eq!(merged.args().tensor_parallel_num_sequence_shards, Some(shards));
         assert_eq!(merged.source("tensor_parallel_num_sequence_shards"), Some(source));
         layers.retain(|(other, _)| *other != source);
@@ -444,7 +444,7 @@ fn what_has_no_default_must_be_said_but_not_for_a_layout_alone() {
 
 #[test]
 fn every_number_tells_where_it_comes_from() {
-    let merged = ParallelArgs::merge(&[
+    let merged = MergedArgs::of(&[
         (
             Source::CommandLine,
             ParallelArgs { global_batch_size: Some(16), ..args(2, true, 1, Some(16), None) },
@@ -499,7 +499,7 @@ fn experts_are_cut_as_dense_weights_unless_something_is_said() {
         ParallelArgs { expert_tensor_parallel_num_weight_shards: Some(2), ..args(2, false, 1, None, None) };
     let layers =
         [(Source::ProgramDefault, program), (Source::ConfigFile, file), (Source::CommandLine, flags)];
-    let merged = ParallelArgs::merge(&layers);
+    let merged = MergedArgs::of(&layers);
     let config = merged.resolve(8, 0).unwrap();
     let text: Vec<String> = merged
         .explain(&config)
@@ -642,7 +642,7 @@ proptest! {
         prop_assert_eq!(config.num_microbatches(), microbatches);
         prop_assert_eq!(config.layout().runtime_cp().0, cp * inside);
         let stored: ParallelConfig = serde_json::from_str(&serde_json::to_string(&config).unwrap()).unwrap();
-        let rebuilt = ParallelArgs::merge(&[
+        let rebuilt = MergedArgs::of(&[
             (Source::ProgramDefault, ParallelArgs { global_batch_size: Some(7), ..args(5, true, 5, Some(5), Some(5)) }),
             (Source::Checkpoint, ParallelArgs::from(&stored)),
         ]);

@@ -1,7 +1,7 @@
 //! Batch sizes over a run: worked schedules, counts of steps and samples against a simulation, and refusals.
 
 use expect_test::expect;
-use mesh::{BatchError, BatchSchedule, BatchStep, ParallelArgs, Ramp, Source, decreased};
+use mesh::{BatchError, BatchSchedule, BatchStep, MergedArgs, ParallelArgs, Ramp, Source, decreased};
 use proptest::prelude::*;
 
 fn steps(entries: &[(u64, u64)]) -> BatchSchedule {
@@ -69,7 +69,7 @@ fn numbers_that_make_no_batches_are_refused() {
         seq_length: Some(8),
         ..ParallelArgs::default()
     };
-    let config = ParallelArgs::merge(&[(Source::CommandLine, said)]).resolve(4, 0).unwrap();
+    let config = MergedArgs::of(&[(Source::CommandLine, said)]).resolve(4, 0).unwrap();
     let growing = steps(&[(0, 4), (40, 8), (80, 12), (160, 16)]);
     refusals.push(growing.check(&config, 0, 200).unwrap_err());
     refusals.push(growing.check(&config, 48, 200).unwrap_err());

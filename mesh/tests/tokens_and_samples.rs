@@ -1,12 +1,12 @@
 //! Which tokens and samples each rank gets.
 
-use mesh::{GroupKind, GroupTable, ParallelArgs, ParallelConfig, ProcessGroups, Rank, Source};
+use mesh::{GroupKind, GroupTable, MergedArgs, ParallelArgs, ParallelConfig, ProcessGroups, Rank, Source};
 use proptest::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
 
 fn config(world_size: u32, args: ParallelArgs) -> ParallelConfig {
-    ParallelArgs::merge(&[(Source::CommandLine, args)]).resolve(world_size, 0).unwrap()
+    MergedArgs::of(&[(Source::CommandLine, args)]).resolve(world_size, 0).unwrap()
 }
 
 fn all_ranks(config: &ParallelConfig) -> Vec<ProcessGroups> {

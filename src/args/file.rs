@@ -1,6 +1,6 @@
 //! `remesh.toml`: the tables of [`TrainArgs`]. An unknown key is refused, with its place in the file.
 
-use crate::args::TrainArgs;
+use super::TrainArgs;
 use crate::report::{Place, Refusal};
 use anyhow::Context;
 use std::path::Path;

@@ -1,7 +1,8 @@
 //! Megatron's flags that are no setting here: what they ask for happens anyway, or makes no difference to the numbers, or is
 //! refused with the reason. A launch script can be pasted, and nothing in it is ignored in silence.
 
-use crate::args::{PositionEmbeddingType, TrainArgs};
+use super::TrainArgs;
+use super::model::PositionEmbeddingType;
 use crate::report::Refusal;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};

@@ -1,18 +1,15 @@
 //! `remesh config`: what the settings of a run come to, and who said each.
 
-use crate::args::said::{Said, resolved};
-use crate::args::{RunArgs, resolve};
-use crate::commands::train;
+use crate::args::{RunArgs, Said, TrainArgs, resolve};
 use crate::memory;
 use crate::output::Output;
 use crate::report::Refusal;
-use ::train::config::TrainConfig;
-use ::train::data::Tokenizer;
 use mesh::Source;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::process::ExitCode;
+use train::config::TrainConfig;
 
 /// Subcommands of `remesh config`.
 #[derive(Debug, clap::Subcommand)]
@@ -51,12 +48,12 @@ struct Checked {
 pub(crate) fn run(command: ConfigCommand, output: &Output) -> anyhow::Result<ExitCode> {
     match command {
         ConfigCommand::Show(run) => {
-            let said = train::said(*run, output)?;
-            resolve::require(&said.args)?;
+            let said = run.said(output)?;
+            resolve::require(said.args())?;
             output.result(&show(&said, &resolve(&said)?)?)?;
         }
         ConfigCommand::Check(run) => {
-            check(&train::said(*run, output)?)?;
+            check(&run.said(output)?)?;
             output.result(&Checked { schema: "remesh.config_check/1", faults: Vec::new() })?;
         }
     }
@@ -65,20 +62,19 @@ pub(crate) fn run(command: ConfigCommand, output: &Output) -> anyhow::Result<Exi
 
 fn resolve(said: &Said) -> anyhow::Result<TrainConfig> {
     let parallel = resolve::parallel(said)?;
-    let data = said.args.data.data_path.as_deref();
-    let vocab_size = data.map(Tokenizer::open).transpose()?.flatten().map(|tokenizer| tokenizer.vocab_size);
-    let config = resolve::config(&said.args, parallel, vocab_size, None)?;
+    let args = said.args();
+    let config = resolve::config(args, parallel, args.data.vocab_size()?, None)?;
     config.check()?;
-    memory::check(&config, said.args.training.device.unwrap_or_default())?;
+    memory::check(&config, args.training.device.unwrap_or_default())?;
     Ok(config)
 }
 
 fn show(said: &Said, config: &TrainConfig) -> anyhow::Result<Shown> {
-    let all = said.over((Source::BuiltIn, resolved(config)));
+    let all = said.over(Source::BuiltIn, TrainArgs::resolved(config));
     let origin =
         |key: &str| all.source(key).expect("only what somebody said, or the configuration, is there");
     let tables: BTreeMap<String, BTreeMap<String, serde_json::Value>> =
-        serde_json::from_value(serde_json::to_value(&all.args)?)?;
+        serde_json::from_value(serde_json::to_value(all.args())?)?;
     let settings = tables.into_iter().map(|(table, values)| {
         let said = values.into_iter().filter(|(_, value)| !value.is_null());
         let with_origin = said.map(|(key, value)| {
@@ -91,7 +87,7 @@ fn show(said: &Said, config: &TrainConfig) -> anyhow::Result<Shown> {
         Some((key, _)) => format!("{line}  # {}\n", origin(key)),
         None => format!("{line}\n"),
     };
-    let text = toml::to_string(&all.args)?.lines().map(line).collect();
+    let text = toml::to_string(all.args())?.lines().map(line).collect();
     Ok(Shown { schema: "remesh.config/1", settings: settings.collect(), text })
 }
 
@@ -99,7 +95,7 @@ fn show(said: &Said, config: &TrainConfig) -> anyhow::Result<Shown> {
 /// Everything that is wrong, as far as one fault does not hide another.
 fn check(said: &Said) -> anyhow::Result<()> {
     let mut faults: Vec<anyhow::Error> = Vec::new();
-    let missing = resolve::require(&said.args);
+    let missing = resolve::require(said.args());
     let is_complete = missing.is_ok();
     faults.extend(missing.err().map(Into::into));
     match resolve::parallel(said) {

@@ -4,7 +4,7 @@ use crate::args::resolve;
 use crate::location::Location;
 use crate::output::{Output, human_bytes, table};
 use ckpt::Checkpoint;
-use mesh::{Explained, ParallelArgs, ParallelConfig, PipelineSplit, Source, StageLayout};
+use mesh::{Explained, MergedArgs, ParallelArgs, ParallelConfig, PipelineSplit, Source, StageLayout};
 use reshard::{CutChange, FoldChange, LayoutChange, plan_layout_change};
 use serde::Serialize;
 use std::fmt;
@@ -143,8 +143,7 @@ pub(crate) fn run(args: &PlanArgs, output: &Output) -> anyhow::Result<ExitCode> 
         (None, true) => ParallelArgs::from(&saved.parallel),
         _ => batch,
     };
-    let said =
-        ParallelArgs::merge(&[(Source::CommandLine, args.parallel.clone()), (Source::Checkpoint, stored)]);
+    let said = MergedArgs::of(&[(Source::CommandLine, args.parallel.clone()), (Source::Checkpoint, stored)]);
     let world_size = match (args.world_size, args.parallel.data_parallel_size) {
         (None, None) => saved.parallel.layout().world_size(),
         (world_size, _) => resolve::world_size(world_size, said.args()),

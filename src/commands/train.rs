@@ -1,26 +1,24 @@
 //! `remesh train`: resolves what was said, finds where to go on from, and runs.
 
 mod progress;
-mod start;
 
-use crate::args::said::{Said, settings_of};
 use crate::args::{CheckpointArgs, RunArgs, TrainArgs, resolve};
 use crate::device;
 use crate::memory;
 use crate::output::{Output, complain, count};
 use crate::report::{Refusal, failure, is_damage};
+use crate::start::{self, Start};
 use anyhow::Context;
 use ckpt::Saver;
-use mesh::{ParallelConfig, Source};
+use mesh::ParallelConfig;
 use progress::{Line, Progress};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag;
-use start::Start;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
-use train::data::{TokenFile, Tokenizer};
+use train::data::TokenFile;
 use train::resume::{self, Resume, SavedRun, Selection};
 use train::run::{Event, Job, RunEnd, RunName, SavePolicy, Trainable};
 
@@ -62,35 +60,19 @@ pub(crate) fn run(command: TrainCommand, output: &Output) -> anyhow::Result<Exit
     }
 }
 
-/// What flags, file and, if they ask for it, the checkpoint say.
-///
-/// # Errors
-/// What cannot be read or understood.
-pub(crate) fn said(run: RunArgs, output: &Output) -> anyhow::Result<Said> {
-    let said = Said::merge(run.layers(output)?);
-    if said.args.checkpoint.use_checkpoint_args != Some(true) {
-        return Ok(said);
-    }
-    let start = start::find(&said.args.checkpoint, None)?;
-    let Some(checkpoint) = start.checkpoint else { return Ok(said) };
-    let saved = SavedRun::of(checkpoint.commit())?;
-    Ok(said.over((Source::Checkpoint, settings_of(&saved.config))))
-}
-
 fn prepare(command: TrainCommand, output: &Output) -> anyhow::Result<Prepared> {
-    let said = said(command.run, output)?;
-    resolve::require(&said.args)?;
+    let said = command.run.said(output)?;
+    let (args, parallelism) = (said.args().clone(), said.parallelism());
+    resolve::require(&args)?;
     let parallel = resolve::parallel(&said)?;
-    resolve::check_groups(&said.parallelism.resolve_groups(parallel.layout())?)?;
+    resolve::check_groups(&parallelism.resolve_groups(parallel.layout())?)?;
     if command.verbose {
-        said.parallelism.explain(&parallel).iter().for_each(|line| output.note(line));
+        parallelism.explain(&parallel).iter().for_each(|line| output.note(line));
     }
-    let args = said.args;
     resolve::check_flags(&args, parallel)?;
     check_changes(args.checkpoint.allow_change.as_deref().unwrap_or_default())?;
-    let data = args.data.data_path.as_deref().expect("it is required");
-    let vocab_size = Tokenizer::open(data)?.map(|tokenizer| tokenizer.vocab_size);
-    let tokens = TokenFile::open(data)?;
+    let vocab_size = args.data.vocab_size()?;
+    let tokens = TokenFile::open(args.data.data_path.as_deref().expect("it is required"))?;
     Ok(Prepared { args, parallel, vocab_size, tokens })
 }
 

@@ -1,11 +1,11 @@
 //! What a run prints and appends to `metrics.jsonl` while it goes on.
 
 use crate::args::TrainArgs;
-use crate::commands::train::start::Start;
 use crate::location::local_folder;
 use crate::metrics::{self, Metrics, MetricsFile};
 use crate::output::{Output, complain, count, human_bytes, saved_layout};
 use crate::report::Refusal;
+use crate::start::Start;
 use mesh::{ParallelLayout, Schedule};
 use serde::Serialize;
 use std::fmt;

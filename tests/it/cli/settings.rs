@@ -426,3 +426,28 @@ fn flags_may_be_written_with_underscores() {
     assert_eq!(inspected["commit"]["config"]["parallel"]["micro_batch_size"], 2);
     assert_eq!(inspected["commit"]["layout"]["world_size"], 2);
 }
+
+/// Files and flags have one list of names, and the help and a refusal tell it.
+#[test]
+fn values_that_are_names_are_listed() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let help = ok(folder, "train --help");
+    for line in [
+        "[possible values: RMSNorm, LayerNorm]",
+        "[possible values: rope, learned_absolute]",
+        "[possible values: constant, linear, cosine, inverse-square-root, WSD]",
+        "[possible values: linear, cosine, exponential, minus_sqrt]",
+        "[possible values: span, drop, pad]",
+        "--swiglu[=<BOOL>]",
+        "--no-swiglu",
+    ] {
+        assert!(help.contains(line), "`{line}` is not in\n{help}");
+    }
+    let said = refused(folder, "train --epoch-tail cut", 2);
+    assert!(said.contains("invalid value 'cut' for '--epoch-tail <RULE>'"), "{said}");
+    assert!(said.contains("[possible values: span, drop, pad]"), "{said}");
+    std::fs::write(folder.join("run.toml"), "[data]\nepoch_tail = \"cut\"\n").unwrap();
+    let said = refused(folder, "train --config run.toml", 2);
+    assert!(said.contains("unknown variant `cut`, expected one of `span`, `drop`, `pad`"), "{said}");
+}

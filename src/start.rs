@@ -6,13 +6,13 @@ use crate::output::complain;
 use ckpt::{Checkpoint, DestinationError, Latest, LocationError, OpenError, PassedOver, Store};
 
 /// Where a run starts.
-pub(super) struct Start {
+pub(crate) struct Start {
     /// What it goes on from; `None` starts afresh.
-    pub(super) checkpoint: Option<Checkpoint>,
+    pub(crate) checkpoint: Option<Checkpoint>,
     /// Whether it is the latest because nobody asked for a step, so that an older one may stand in for it.
-    pub(super) is_latest: bool,
+    pub(crate) is_latest: bool,
     /// Whether it was looked for in `--save`.
-    pub(super) is_in_save: bool,
+    pub(crate) is_in_save: bool,
 }
 
 /// Finds the checkpoint: `--load auto`, the default, takes the latest in `--save` or none; another `--load` must be there.
@@ -21,7 +21,7 @@ pub(super) struct Start {
 /// # Errors
 /// A checkpoint that was asked for and is not there or not whole; checkpoints none of which is whole, over which no run
 /// starts afresh; a store that cannot be read.
-pub(super) fn find(args: &CheckpointArgs, below: Option<u64>) -> anyhow::Result<Start> {
+pub(crate) fn find(args: &CheckpointArgs, below: Option<u64>) -> anyhow::Result<Start> {
     let is_save = |place: &str| args.save.as_deref().is_some_and(|save| is_same_place(place, save));
     let load = args.load.as_deref().filter(|load| *load != "auto" && !is_save(load));
     let location = match load {
@@ -70,7 +70,7 @@ pub(super) fn find(args: &CheckpointArgs, below: Option<u64>) -> anyhow::Result<
 /// # Errors
 /// If it holds whole checkpoints newer than `iteration`, apart from those known as `damaged`, and `--overwrite` does not say
 /// that they are to be set aside.
-pub(super) fn destination(
+pub(crate) fn destination(
     save: &str,
     iteration: u64,
     damaged: &[u64],

@@ -1,0 +1,59 @@
+//! Where a run saves, what it goes on from, and how.
+
+use super::flag::named;
+use serde::{Deserialize, Serialize};
+use train::resume::RngPolicy;
+
+mesh::settings! {
+    /// `[checkpoint]`
+    #[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
+    #[serde(default, deny_unknown_fields)]
+    pub(crate) struct CheckpointArgs {
+        /// Folder of the run's checkpoints; saves at the last step, too [default: save nothing]
+        #[arg(long, value_name = "FOLDER")]
+        pub(crate) save: Option<String>,
+        /// Resume from FOLDER, FOLDER@STEP or FOLDER/iter_…; it must be there [default: auto, the newest whole checkpoint in
+        /// --save, or a fresh start]
+        #[arg(long, value_name = "CKPT")]
+        pub(crate) load: Option<String>,
+        /// Steps from one save to the next [default: only the last step]
+        #[arg(long, value_name = "STEPS")]
+        pub(crate) save_interval: Option<u64>,
+        /// Resume from this step
+        #[arg(long, value_name = "STEP")]
+        pub(crate) ckpt_step: Option<u64>,
+        /// Take what neither flags nor --config say from the checkpoint: model, training and data order, not the layout
+        #[arg(long)]
+        pub(crate) use_checkpoint_args: Option<bool>,
+        /// Set checkpoints in --save that are newer than the resumed step aside, once that is loaded
+        #[arg(long)]
+        pub(crate) overwrite: Option<bool>,
+        /// Leave moments and schedule where they start
+        #[arg(long)]
+        pub(crate) no_load_optim: Option<bool>,
+        /// Derive random streams anew
+        #[arg(long)]
+        pub(crate) no_load_rng: Option<bool>,
+        /// Take weights alone, and start at step 0
+        #[arg(long)]
+        pub(crate) finetune: Option<bool>,
+        /// Refuse to start afresh
+        #[arg(long)]
+        pub(crate) exit_on_missing_checkpoint: Option<bool>,
+        /// Random streams under another layout [default: derive]
+        #[arg(long, value_parser = named::<RngPolicy>(), value_name = "POLICY")]
+        pub(crate) rng_policy: Option<RngPolicy>,
+        /// Refuse a resume that is proved less far than L2, or whose first step should be the saved run's and is not
+        #[arg(long)]
+        pub(crate) strict: Option<bool>,
+        /// Tensors that the checkpoint may lack; they keep their initial values
+        #[arg(long, value_name = "GLOB", value_delimiter = ',')]
+        pub(crate) allow_missing: Option<Vec<String>>,
+        /// Tensors of the checkpoint that the model may not want
+        #[arg(long, value_name = "GLOB", value_delimiter = ',')]
+        pub(crate) allow_extra: Option<Vec<String>>,
+        /// Settings that may differ from the checkpoint's, as the refusal names them
+        #[arg(long, value_name = "FIELD", value_delimiter = ',')]
+        pub(crate) allow_change: Option<Vec<String>>,
+    }
+}
