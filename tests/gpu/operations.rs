@@ -5,7 +5,8 @@ use crate::Test;
 use mesh::DType;
 use std::cell::RefCell;
 use train::backend::{
-    Accumulate, Backend, Buffers, Center, Device, Dropout, Heads, HiddenSite, Lifetime, Op, Recorder, View,
+    Accumulate, AdamWStep, AttentionInputs, Backend, Buffers, Center, Device, Dropout, Heads, HiddenSite,
+    Lifetime, Op, Recorder, View,
 };
 use train::config::{Activation, Canonical, Numerics};
 use train::rng;
@@ -432,37 +433,12 @@ fn attention(device: &Device) {
         let d_kv = case.acc(batch * t, heads.kv_cols(), size);
         let dropout = random.flag().then_some(Dropout { p: 0.3, seed: 77, layer: 7 });
         let first_head = random.below(9) as u32;
+        let inputs =
+            AttentionInputs { qkv, kv, positions, samples, heads, batch, tile: leaf, dropout, first_head };
+        let add = (case.add)(leaf);
         case.ops = vec![
-            Op::Attention {
-                qkv,
-                kv,
-                positions,
-                samples,
-                out,
-                lse,
-                heads,
-                batch,
-                tile: leaf,
-                dropout,
-                first_head,
-            },
-            Op::AttentionBackward {
-                qkv,
-                kv,
-                positions,
-                samples,
-                out,
-                lse,
-                d_out,
-                d_qkv,
-                d_kv,
-                heads,
-                batch,
-                tile: leaf,
-                add: (case.add)(leaf),
-                dropout,
-                first_head,
-            },
+            Op::Attention { inputs, out, lse },
+            Op::AttentionBackward { inputs, out, lse, d_out, d_qkv, d_kv, add },
         ];
     });
 }
@@ -553,24 +529,18 @@ fn optimizer(device: &Device) {
         });
         let v: Vec<f32> = random.normals(len, 1.0).into_iter().map(|x| x * x).collect();
         let v = case.floats(1, len, &v, Check::Close { size: 0.0 });
-        case.ops = vec![
-            Op::SquareNorm { x, limbs },
-            Op::SquareNorm { x: g, limbs },
-            Op::AdamW {
-                w,
-                m,
-                v,
-                g,
-                grad_scale: 0.5,
-                lr: 0.01,
-                beta1: 0.9,
-                beta2: 0.999,
-                eps: 1e-8,
-                weight_decay: 0.1,
-                correction1: 0.19,
-                correction2: 0.002,
-            },
-        ];
+        let step = AdamWStep {
+            grad_scale: 0.5,
+            lr: 0.01,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            correction1: 0.19,
+            correction2: 0.002,
+        };
+        case.ops =
+            vec![Op::SquareNorm { x, limbs }, Op::SquareNorm { x: g, limbs }, Op::AdamW { w, m, v, g, step }];
     });
 }
 

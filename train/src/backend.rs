@@ -12,7 +12,7 @@ mod plan;
 mod refops;
 mod view;
 
-pub use op::{Accumulate, Center, Dropout, Heads, HiddenSite, Op};
+pub use op::{Accumulate, AdamWStep, AttentionInputs, Center, Dropout, Heads, HiddenSite, Op};
 pub use plan::{Buffers, Lifetime, MemoryPlan, Recorder, Slot};
 pub use view::{BufId, View};
 

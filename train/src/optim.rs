@@ -3,7 +3,7 @@
 //! Gradients belong to the *sum* of the token losses; the one division by the global count happens here, so it is the same
 //! under every layout and micro-batch size.
 
-use crate::backend::{Backend, BackendError, Buffers, Lifetime, Op, View};
+use crate::backend::{AdamWStep, Backend, BackendError, Buffers, Lifetime, Op, View};
 use crate::comm::Reduce;
 use crate::config::{Numerics, OptimizerConfig, TrainConfig};
 use crate::model::params::ParamTable;
@@ -194,14 +194,16 @@ impl Optimizer {
                 m: self.bucket.in_part(index, self.exp_avg),
                 v: self.bucket.in_part(index, self.exp_avg_sq),
                 g: self.grad(index),
-                grad_scale: (clip / update.count as f64) as f32,
-                lr: update.lr as f32,
-                beta1: config.adam_beta1 as f32,
-                beta2: config.adam_beta2 as f32,
-                eps: config.adam_eps as f32,
-                weight_decay: if owned.decay { update.weight_decay as f32 } else { 0.0 },
-                correction1: correction(config.adam_beta1),
-                correction2: correction(config.adam_beta2),
+                step: AdamWStep {
+                    grad_scale: (clip / update.count as f64) as f32,
+                    lr: update.lr as f32,
+                    beta1: config.adam_beta1 as f32,
+                    beta2: config.adam_beta2 as f32,
+                    eps: config.adam_eps as f32,
+                    weight_decay: if owned.decay { update.weight_decay as f32 } else { 0.0 },
+                    correction1: correction(config.adam_beta1),
+                    correction2: correction(config.adam_beta2),
+                },
             })?;
             if let Some(master) = master {
                 be.run(Op::Cast { src: master, dst: weight })?;

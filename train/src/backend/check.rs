@@ -1,6 +1,6 @@
 //! What every operation asks of its operands, on every device.
 
-use super::{Accumulate, Center, Heads, Op, View};
+use super::{Accumulate, AttentionInputs, Center, Op, View};
 use mesh::DType;
 use mesh::DType::{Bf16, F32, I32, I64};
 
@@ -86,6 +86,21 @@ impl Op {
                 is("mean", mean, F32, rows, 1);
                 is("beta", beta, dtype, 1, cols);
             }
+        };
+        let is_attention = |inputs: AttentionInputs, out: View, lse: View| {
+            let AttentionInputs { qkv, kv, positions, samples, heads, batch, tile, .. } = inputs;
+            let (rows, dtype) = (qkv.rows, compute("qkv", qkv));
+            is("qkv", qkv, dtype, rows, heads.qkv_cols());
+            is("kv", kv, dtype, kv.rows, heads.kv_cols());
+            is("positions", positions, I32, rows, 1);
+            is("samples", samples, I64, rows, 1);
+            is("out", out, dtype, rows, heads.out_cols());
+            is("lse", lse, F32, rows, heads.num_queries());
+            // Queries are cut into samples and tiles, keys into samples.
+            divides("a batch", batch, rows);
+            divides("a batch", batch, kv.rows);
+            divides("a tile", tile, rows / batch);
+            assert!(heads.head_dim > 0, "{name}: heads without elements");
         };
         match *self {
             Zero { dst } => is("dst", dst, dst.dtype, dst.rows, dst.cols),
@@ -190,43 +205,13 @@ impl Op {
                 is("d_kv", d_kv, F32, d_kv.rows, heads.kv_cols());
                 is("d_qkv", d_qkv, compute("d_qkv", d_qkv), d_kv.rows, heads.qkv_cols());
             }
-            Attention { qkv, kv, positions, samples, out, lse, heads, batch, tile, .. } => {
-                let (rows, dtype) = (qkv.rows, compute("qkv", qkv));
-                is("qkv", qkv, dtype, rows, heads.qkv_cols());
-                is("kv", kv, dtype, kv.rows, heads.kv_cols());
-                is("positions", positions, I32, rows, 1);
-                is("samples", samples, I64, rows, 1);
-                is("out", out, dtype, rows, heads.out_cols());
-                is("lse", lse, F32, rows, heads.num_queries());
-                attention_divides(&divides, heads, rows, kv.rows, batch, tile);
-            }
-            AttentionBackward {
-                qkv,
-                kv,
-                positions,
-                samples,
-                out,
-                lse,
-                d_out,
-                d_qkv,
-                d_kv,
-                heads,
-                batch,
-                tile,
-                add,
-                ..
-            } => {
-                let (rows, dtype) = (qkv.rows, compute("qkv", qkv));
-                is("qkv", qkv, dtype, rows, heads.qkv_cols());
-                is("kv", kv, dtype, kv.rows, heads.kv_cols());
-                is("positions", positions, I32, rows, 1);
-                is("samples", samples, I64, rows, 1);
-                is("out", out, dtype, rows, heads.out_cols());
-                is("lse", lse, F32, rows, heads.num_queries());
-                is("d_out", d_out, dtype, rows, heads.out_cols());
-                is("d_qkv", d_qkv, dtype, rows, heads.qkv_cols());
+            Attention { inputs, out, lse } => is_attention(inputs, out, lse),
+            AttentionBackward { inputs, out, lse, d_out, d_qkv, d_kv, add } => {
+                is_attention(inputs, out, lse);
+                let AttentionInputs { qkv, kv, heads, tile, .. } = inputs;
+                is("d_out", d_out, qkv.dtype, qkv.rows, heads.out_cols());
+                is("d_qkv", d_qkv, qkv.dtype, qkv.rows, heads.qkv_cols());
                 is("d_kv", d_kv, add.dtype(), kv.rows, heads.kv_cols());
-                attention_divides(&divides, heads, rows, kv.rows, batch, tile);
                 if let Accumulate::Fixed { leaf, .. } = add {
                     assert_eq!(leaf, tile, "{name}: a leaf that is no tile");
                 }
@@ -291,19 +276,4 @@ impl Op {
             }
         }
     }
-}
-
-/// Queries are cut into samples and tiles, keys into samples.
-fn attention_divides(
-    divides: &impl Fn(&str, usize, usize),
-    heads: Heads,
-    rows: usize,
-    kv_rows: usize,
-    batch: usize,
-    tile: usize,
-) {
-    divides("a batch", batch, rows);
-    divides("a batch", batch, kv_rows);
-    divides("a tile", tile, rows / batch);
-    assert!(heads.head_dim > 0, "attention heads have elements");
 }

@@ -281,65 +281,34 @@ impl Backend for CpuBackend {
                 let ([d_qkv], [d_kv]) = self.f32s.borrow([d_qkv], [d_kv]);
                 attention::unpack_kv(d_kv, d_qkv, heads);
             }
-            Op::Attention {
-                qkv,
-                kv,
-                positions,
-                samples,
-                out,
-                lse,
-                heads,
-                batch,
-                tile,
-                dropout,
-                first_head,
-            } => {
-                let ([], [positions]) = self.i32s.borrow([], [positions]);
-                let ([], [samples]) = self.i64s.borrow([], [samples]);
-                let ([out, lse], [qkv, kv]) = self.f32s.borrow([out, lse], [qkv, kv]);
-                let tokens = attention::Tokens { positions, samples, batch, tile };
-                let call = attention::Call { qkv, kv, tokens, heads, dropout, first_head };
+            Op::Attention { inputs, out, lse } => {
+                let ([], [positions]) = self.i32s.borrow([], [inputs.positions]);
+                let ([], [samples]) = self.i64s.borrow([], [inputs.samples]);
+                let ([out, lse], [qkv, kv]) = self.f32s.borrow([out, lse], [inputs.qkv, inputs.kv]);
+                let call = attention::Call { inputs, qkv, kv, positions, samples };
                 call.forward(out, lse, &mut self.scratch);
             }
-            Op::AttentionBackward {
-                qkv,
-                kv,
-                positions,
-                samples,
-                out,
-                lse,
-                d_out,
-                d_qkv,
-                d_kv,
-                heads,
-                batch,
-                tile,
-                add,
-                dropout,
-                first_head,
-            } => {
+            Op::AttentionBackward { inputs, out, lse, d_out, d_qkv, d_kv, add } => {
                 let space = [&mut self.scratch, &mut self.products];
-                let ([], [positions]) = self.i32s.borrow([], [positions]);
-                let call = |qkv, kv, samples| {
-                    let tokens = attention::Tokens { positions, samples, batch, tile };
-                    attention::Call { qkv, kv, tokens, heads, dropout, first_head }
-                };
+                let ([], [positions]) = self.i32s.borrow([], [inputs.positions]);
+                let reads = [inputs.qkv, inputs.kv, out, lse, d_out];
                 match add {
                     Accumulate::Fixed { bits, .. } => {
                         let mut fixed = FixedPoint::new(bits);
-                        let ([d_kv], [samples]) = self.i64s.borrow([d_kv], [samples]);
-                        let ([d_qkv], [qkv, kv, out, lse, d_out]) =
-                            self.f32s.borrow([d_qkv], [qkv, kv, out, lse, d_out]);
+                        let ([d_kv], [samples]) = self.i64s.borrow([d_kv], [inputs.samples]);
+                        let ([d_qkv], [qkv, kv, out, lse, d_out]) = self.f32s.borrow([d_qkv], reads);
                         let result = attention::Forward { out, lse };
-                        call(qkv, kv, samples).backward(result, d_out, d_qkv, d_kv, &mut fixed, space);
+                        let call = attention::Call { inputs, qkv, kv, positions, samples };
+                        call.backward(result, d_out, d_qkv, d_kv, &mut fixed, space);
                         self.note_peak(fixed.peak());
                     }
                     Accumulate::Float => {
-                        let ([], [samples]) = self.i64s.borrow([], [samples]);
+                        let ([], [samples]) = self.i64s.borrow([], [inputs.samples]);
                         let ([d_qkv, d_kv], [qkv, kv, out, lse, d_out]) =
-                            self.f32s.borrow([d_qkv, d_kv], [qkv, kv, out, lse, d_out]);
+                            self.f32s.borrow([d_qkv, d_kv], reads);
                         let result = attention::Forward { out, lse };
-                        call(qkv, kv, samples).backward(result, d_out, d_qkv, d_kv, &mut Float, space);
+                        let call = attention::Call { inputs, qkv, kv, positions, samples };
+                        call.backward(result, d_out, d_qkv, d_kv, &mut Float, space);
                     }
                 }
             }
@@ -399,32 +368,9 @@ impl Backend for CpuBackend {
                     self.note_peak(f32::INFINITY);
                 }
             }
-            Op::AdamW {
-                w,
-                m,
-                v,
-                g,
-                grad_scale,
-                lr,
-                beta1,
-                beta2,
-                eps,
-                weight_decay,
-                correction1,
-                correction2,
-            } => {
+            Op::AdamW { w, m, v, g, step } => {
                 let ([w, m, v], [g]) = self.f32s.borrow([w, m, v], [g]);
-                let step = optimizer::AdamW {
-                    grad_scale,
-                    lr,
-                    beta1,
-                    beta2,
-                    eps,
-                    weight_decay,
-                    correction1,
-                    correction2,
-                };
-                step.apply(w, m, v, g);
+                optimizer::adamw(step, w, m, v, g);
             }
         }
         writes.into_iter().for_each(|written| self.round(written));

@@ -9,6 +9,7 @@
 
 use super::View;
 use crate::config::Activation;
+use bytemuck::{Pod, Zeroable};
 use mesh::DType;
 
 /// How an operation adds its sum over rows to an accumulator.
@@ -110,41 +111,19 @@ pub enum Op {
     PackKv { qkv: View, kv: View, heads: Heads },
     /// Puts `d_kv` (F32 `[M, G·2·d]`) into the key and value columns of `d_qkv`.
     UnpackKv { d_kv: View, d_qkv: View, heads: Heads },
-    /// Causal attention of local queries over all keys of their sample, one tile of `tile` query rows at a time: rows see keys
-    /// of positions up to their own. `qkv`: `[M, G·(q+2)·d]`, M = B · local queries; `kv`: `[B·T, G·2·d]` in position order;
-    /// `positions`: I32 `[M, 1]`, consecutive inside a tile; `samples`: I64 `[M, 1]` ordinals, for dropout;
-    /// `out`: `[M, G·q·d]`; `lse`: F32 `[M, G·q]`, log-sum-exp of the scaled scores.
-    Attention {
-        qkv: View,
-        kv: View,
-        positions: View,
-        samples: View,
-        out: View,
-        lse: View,
-        heads: Heads,
-        batch: usize,
-        tile: usize,
-        dropout: Option<Dropout>,
-        first_head: u32,
-    },
+    /// Causal attention of local queries over all keys of their sample, one tile of query rows at a time: rows see keys of
+    /// positions up to their own. `out`: `[M, G·q·d]`; `lse`: F32 `[M, G·q]`, log-sum-exp of the scaled scores.
+    Attention { inputs: AttentionInputs, out: View, lse: View },
     /// Backward of attention: overwrites the query columns of `d_qkv`, adds to `d_kv`: accumulators `[B·T, G·2·d]`, to which a
     /// tile adds as a leaf does elsewhere; where they are fixed point, tile and leaf are the same.
     AttentionBackward {
-        qkv: View,
-        kv: View,
-        positions: View,
-        samples: View,
+        inputs: AttentionInputs,
         out: View,
         lse: View,
         d_out: View,
         d_qkv: View,
         d_kv: View,
-        heads: Heads,
-        batch: usize,
-        tile: usize,
         add: Accumulate,
-        dropout: Option<Dropout>,
-        first_head: u32,
     },
 
     /// What lies between the two projections of a feed-forward block, by formula of [`Activation`].
@@ -193,22 +172,53 @@ pub enum Op {
     /// `limbs += Σ x²` exactly: squares cut to 192-bit fixed point of unit 2⁻¹⁰⁰, six limbs of 32 bits carried in I64
     /// lanes so that they can be summed over ranks. `x`: F32; `limbs`: I64 `[1, 6]`, lowest first. Elements from 2²⁷ on are left out.
     SquareNorm { x: View, limbs: View },
-    /// AdamW on contiguous F32 elements with gradient `g · grad_scale`: decoupled weight decay, bias-corrected moments.
-    AdamW {
-        w: View,
-        m: View,
-        v: View,
-        g: View,
-        grad_scale: f32,
-        lr: f32,
-        beta1: f32,
-        beta2: f32,
-        eps: f32,
-        weight_decay: f32,
-        /// `1 - beta1^t` and `1 - beta2^t`, t counting from 1.
-        correction1: f32,
-        correction2: f32,
-    },
+    /// AdamW on contiguous F32 elements: decoupled weight decay, bias-corrected moments.
+    AdamW { w: View, m: View, v: View, g: View, step: AdamWStep },
+}
+
+/// What attention reads.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionInputs {
+    /// `[M, G·(q+2)·d]`, M = B · local queries.
+    pub qkv: View,
+    /// `[B·T, G·2·d]`, in position order.
+    pub kv: View,
+    /// I32 `[M, 1]`, consecutive inside a tile.
+    pub positions: View,
+    /// I64 `[M, 1]`, ordinals, for dropout.
+    pub samples: View,
+    /// How columns are divided.
+    pub heads: Heads,
+    /// Samples; their queries follow one another, as their keys do.
+    pub batch: usize,
+    /// Query rows of a tile.
+    pub tile: usize,
+    /// Of the weights.
+    pub dropout: Option<Dropout>,
+    /// Global number of the first local query head.
+    pub first_head: u32,
+}
+
+/// The numbers of one AdamW update; `optimizer.cu` has them in this order, too.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct AdamWStep {
+    /// What gradients are multiplied by.
+    pub grad_scale: f32,
+    /// Learning rate.
+    pub lr: f32,
+    /// Decay of the first moment.
+    pub beta1: f32,
+    /// Decay of the second moment.
+    pub beta2: f32,
+    /// Added to the root of the second moment.
+    pub eps: f32,
+    /// Weight decay, before the learning rate.
+    pub weight_decay: f32,
+    /// `1 - beta1^t`, t counting from 1.
+    pub correction1: f32,
+    /// `1 - beta2^t`.
+    pub correction2: f32,
 }
 
 /// What LayerNorm has beside RMSNorm.
@@ -218,6 +228,13 @@ pub struct Center {
     pub mean: View,
     /// Added to the output, `[1, h]`.
     pub beta: View,
+}
+
+impl AttentionInputs {
+    /// All that is read.
+    pub fn views(&self) -> [View; 4] {
+        [self.qkv, self.kv, self.positions, self.samples]
+    }
 }
 
 /// How the columns of `qkv` are divided: per group, q query heads, then a key head, then a value head.
@@ -330,11 +347,9 @@ impl Op {
             Rope { qkv, positions, table, .. } => (vec![qkv, positions, table], vec![qkv]),
             PackKv { qkv, kv, .. } => (vec![qkv], vec![kv]),
             UnpackKv { d_kv, d_qkv, .. } => (vec![d_kv], vec![d_qkv]),
-            Attention { qkv, kv, positions, samples, out, lse, .. } => {
-                (vec![qkv, kv, positions, samples], vec![out, lse])
-            }
-            AttentionBackward { qkv, kv, positions, samples, out, lse, d_out, d_qkv, d_kv, .. } => {
-                (vec![qkv, kv, positions, samples, out, lse, d_out, d_kv], vec![d_qkv, d_kv])
+            Attention { inputs, out, lse } => (inputs.views().to_vec(), vec![out, lse]),
+            AttentionBackward { inputs, out, lse, d_out, d_qkv, d_kv, .. } => {
+                ([&inputs.views()[..], &[out, lse, d_out, d_kv]].concat(), vec![d_qkv, d_kv])
             }
             Activate { x, out, .. } => (vec![x], vec![out]),
             ActivateBackward { d_out, x, d_x, .. } => (vec![d_out, x], vec![d_x]),

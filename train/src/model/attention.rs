@@ -1,7 +1,7 @@
 //! The attention block: `qkv = normed · Wᵀ`, rotation, attention over the keys of whole sequences, output projection.
 
 use super::{LocalShape, Model, params::LayerParams};
-use crate::backend::{Buffers, Dropout, Lifetime, Op, View};
+use crate::backend::{AttentionInputs, Buffers, Lifetime, Op, View};
 use crate::parallel::context::GatheredKv;
 use crate::parallel::tensor::sum_blocks;
 use crate::parallel::{Cx, StepError};
@@ -56,26 +56,15 @@ impl Attention {
         params: &LayerParams,
         saved: &Saved,
     ) -> Result<(), StepError> {
-        let Model { shape, inputs, work, .. } = model;
+        let Model { shape, work, .. } = model;
         let heads = shape.heads;
         let w = cx.weights.acquire(cx.be, cx.comms, params.qkv.weight)?;
         let bias = params.qkv.bias.map(|bias| cx.weights.home(bias).weight);
         cx.run(Op::Linear { x: work.normed_full, w, bias, out: saved.qkv, accumulate: false })?;
         model.rotate(cx, saved.qkv, false)?;
         self.kv.gather(cx, "attention.gather_kv", saved.qkv, heads)?;
-        cx.run(Op::Attention {
-            qkv: saved.qkv,
-            kv: self.kv.in_order,
-            positions: inputs.positions,
-            samples: inputs.samples,
-            out: saved.out,
-            lse: saved.lse,
-            heads,
-            batch: shape.batch,
-            tile: shape.tile,
-            dropout: dropout(cx, model, layer),
-            first_head: shape.first_head,
-        })?;
+        let inputs = self.inputs(cx, model, layer, saved);
+        cx.run(Op::Attention { inputs, out: saved.out, lse: saved.lse })?;
         let w = cx.weights.acquire(cx.be, cx.comms, params.proj.weight)?;
         let cols = saved.out.cols / shape.blocks;
         Ok(sum_blocks(cx.be, 0..shape.blocks, work.partial, &work.tree, &mut |be, block, out| {
@@ -100,7 +89,7 @@ impl Attention {
         params: &LayerParams,
         saved: &Saved,
     ) -> Result<(), StepError> {
-        let Model { shape, inputs, work, .. } = model;
+        let Model { shape, work, .. } = model;
         let (heads, add) = (shape.heads, shape.add);
         let d_block = work.d_delta_full;
         let w = cx.weights.acquire(cx.be, cx.comms, params.proj.weight)?;
@@ -115,21 +104,13 @@ impl Attention {
         self.kv.gather(cx, "attention.gather_kv_again", saved.qkv, heads)?;
         cx.run(Op::Zero { dst: self.kv.d_in_order })?;
         cx.run(Op::AttentionBackward {
-            qkv: saved.qkv,
-            kv: self.kv.in_order,
-            positions: inputs.positions,
-            samples: inputs.samples,
+            inputs: self.inputs(cx, model, layer, saved),
             out: saved.out,
             lse: saved.lse,
             d_out: self.d_out,
             d_qkv: self.d_qkv,
             d_kv: self.kv.d_in_order,
-            heads,
-            batch: shape.batch,
-            tile: shape.tile,
             add: shape.add_kv,
-            dropout: dropout(cx, model, layer),
-            first_head: shape.first_head,
         })?;
         self.kv.scatter_grad(cx, self.d_qkv, heads, shape.add_kv)?;
         model.rotate(cx, self.d_qkv, true)?;
@@ -154,9 +135,21 @@ impl Attention {
         let (d_out, x, add) = (self.d_qkv, work.normed_full, shape.add);
         cx.weights.add_grad(cx.be, cx.comms, params.qkv.weight, |acc| Op::LinearDw { d_out, x, acc, add })
     }
-}
 
-fn dropout(cx: &Cx, model: &Model, layer: u32) -> Option<Dropout> {
-    let p = model.shape.attention_dropout;
-    (cx.drops && p > 0.0).then(|| model.dropout(p, layer))
+    /// What attention reads, once keys and values are gathered.
+    fn inputs(&self, cx: &Cx, model: &Model, layer: u32, saved: &Saved) -> AttentionInputs {
+        let Model { shape, inputs, .. } = model;
+        let p = shape.attention_dropout;
+        AttentionInputs {
+            qkv: saved.qkv,
+            kv: self.kv.in_order,
+            positions: inputs.positions,
+            samples: inputs.samples,
+            heads: shape.heads,
+            batch: shape.batch,
+            tile: shape.tile,
+            dropout: (cx.drops && p > 0.0).then(|| model.dropout(p, layer)),
+            first_head: shape.first_head,
+        }
+    }
 }

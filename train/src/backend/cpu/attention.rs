@@ -6,7 +6,7 @@
 use super::accumulate::Adder;
 use super::gemm::{Factor, gemm, widest};
 use super::{Matrix, MatrixMut, scratch};
-use crate::backend::{Dropout, Heads};
+use crate::backend::{AttentionInputs, Dropout, Heads};
 use crate::numerics::{dot, exp, ln, max, sum};
 use crate::rng::DropoutRow;
 use std::ops::Range;
@@ -58,26 +58,14 @@ pub(super) fn unpack_kv(d_kv: Matrix<'_, f32>, mut d_qkv: MatrixMut<'_, f32>, he
     }
 }
 
-/// Which tokens the rows of queries are.
-#[derive(Clone, Copy)]
-pub(super) struct Tokens<'a> {
-    pub(super) positions: Matrix<'a, i32>,
-    pub(super) samples: Matrix<'a, i64>,
-    /// Samples; their queries follow one another, as their keys do.
-    pub(super) batch: usize,
-    pub(super) tile: usize,
-}
-
-/// The inputs of attention.
+/// One call of attention: its inputs, and what lies in their views.
 #[derive(Clone, Copy)]
 pub(super) struct Call<'a> {
+    pub(super) inputs: AttentionInputs,
     pub(super) qkv: Matrix<'a, f32>,
     pub(super) kv: Matrix<'a, f32>,
-    pub(super) tokens: Tokens<'a>,
-    pub(super) heads: Heads,
-    pub(super) dropout: Option<Dropout>,
-    /// Global number of the first local query head.
-    pub(super) first_head: u32,
+    pub(super) positions: Matrix<'a, i32>,
+    pub(super) samples: Matrix<'a, i64>,
 }
 
 /// The results of attention.
@@ -190,7 +178,7 @@ impl<'a> Call<'a> {
     }
 
     fn scale(&self) -> f32 {
-        1.0 / (self.heads.head_dim as f32).sqrt()
+        1.0 / (self.inputs.heads.head_dim as f32).sqrt()
     }
 
     /// Queries times keys, unscaled.
@@ -203,17 +191,17 @@ impl<'a> Call<'a> {
 
     /// Applies dropout, if any, to the weights (or their gradients) of the query at `row`.
     fn drop(&self, block: &Block, row: usize, weights: &mut [f32]) {
-        if let Some(Dropout { p, seed, layer }) = self.dropout {
-            let Tokens { positions, samples, .. } = self.tokens;
-            let head = self.first_head + block.head as u32;
-            DropoutRow::attention(seed, layer, head, *samples.at(row), *positions.at(row)).apply(p, weights);
+        if let Some(Dropout { p, seed, layer }) = self.inputs.dropout {
+            let head = self.inputs.first_head + block.head as u32;
+            let (sample, position) = (*self.samples.at(row), *self.positions.at(row));
+            DropoutRow::attention(seed, layer, head, sample, position).apply(p, weights);
         }
     }
 
     fn for_each_block(&self, mut run: impl FnMut(Block)) {
-        let Tokens { positions, batch, tile, .. } = self.tokens;
+        let AttentionInputs { heads, batch, tile, .. } = self.inputs;
+        let positions = self.positions;
         let (local, keys) = (self.qkv.rows / batch, self.kv.rows / batch);
-        let heads = self.heads;
         let width = heads.head_dim;
         for first in (0..self.qkv.rows).step_by(tile) {
             let position = usize::try_from(*positions.at(first)).expect("positions count from 0");

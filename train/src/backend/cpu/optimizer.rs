@@ -2,6 +2,7 @@
 
 use super::gemm::widest;
 use super::{Matrix, MatrixMut};
+use crate::backend::AdamWStep;
 
 /// Magnitudes up to here can be squared and 2³⁶ of the squares added; larger ones are left out.
 const MAX_SQUARED: f32 = (1u64 << 27) as f32;
@@ -52,43 +53,29 @@ fn carry(limbs: &mut [i64]) {
     }
 }
 
-/// The numbers of one AdamW step.
-pub(super) struct AdamW {
-    pub(super) grad_scale: f32,
-    pub(super) lr: f32,
-    pub(super) beta1: f32,
-    pub(super) beta2: f32,
-    pub(super) eps: f32,
-    pub(super) weight_decay: f32,
-    pub(super) correction1: f32,
-    pub(super) correction2: f32,
-}
-
-impl AdamW {
-    /// Updates contiguous weights and moments.
-    pub(super) fn apply(
-        &self,
-        mut w: MatrixMut<'_, f32>,
-        mut m: MatrixMut<'_, f32>,
-        mut v: MatrixMut<'_, f32>,
-        g: Matrix<'_, f32>,
-    ) {
-        widest(
-            #[inline(always)]
-            || {
-                let AdamW { grad_scale, lr, beta1, beta2, eps, weight_decay, correction1, correction2 } =
-                    *self;
-                let keep = 1.0 - lr * weight_decay;
-                let weights = w.elements().iter_mut().zip(g.elements());
-                let moments = m.elements().iter_mut().zip(v.elements());
-                for ((w, g), (m, v)) in weights.zip(moments) {
-                    let g = g * grad_scale;
-                    *m = beta1 * *m + (1.0 - beta1) * g;
-                    *v = beta2 * *v + (1.0 - beta2) * (g * g);
-                    let denominator = (*v / correction2).sqrt() + eps;
-                    *w = *w * keep - lr * (*m / correction1 / denominator);
-                }
-            },
-        )
-    }
+/// Updates contiguous weights and moments.
+pub(super) fn adamw(
+    step: AdamWStep,
+    mut w: MatrixMut<'_, f32>,
+    mut m: MatrixMut<'_, f32>,
+    mut v: MatrixMut<'_, f32>,
+    g: Matrix<'_, f32>,
+) {
+    widest(
+        #[inline(always)]
+        || {
+            let AdamWStep { grad_scale, lr, beta1, beta2, eps, weight_decay, correction1, correction2 } =
+                step;
+            let keep = 1.0 - lr * weight_decay;
+            let weights = w.elements().iter_mut().zip(g.elements());
+            let moments = m.elements().iter_mut().zip(v.elements());
+            for ((w, g), (m, v)) in weights.zip(moments) {
+                let g = g * grad_scale;
+                *m = beta1 * *m + (1.0 - beta1) * g;
+                *v = beta2 * *v + (1.0 - beta2) * (g * g);
+                let denominator = (*v / correction2).sqrt() + eps;
+                *w = *w * keep - lr * (*m / correction1 / denominator);
+            }
+        },
+    )
 }

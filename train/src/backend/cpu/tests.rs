@@ -4,7 +4,7 @@ mod invariance;
 
 use super::*;
 use crate::backend::refops::{self, Mat};
-use crate::backend::{Buffers, Dropout, Heads, HiddenSite, Lifetime, Recorder};
+use crate::backend::{AdamWStep, AttentionInputs, Buffers, Dropout, Heads, HiddenSite, Lifetime, Recorder};
 use crate::config::Activation;
 use crate::rng;
 use half::bf16;
@@ -465,14 +465,11 @@ proptest! {
         let (out, lse) = (bench.output(m, heads.out_cols()), bench.stats(m, heads.num_queries()));
         let d_qkv = bench.output(m, heads.qkv_cols());
         let d_kv = bench.acc(batch * t, heads.kv_cols());
-        bench.run(Op::Attention {
-            qkv: qkv_v, kv: kv_v, positions: positions_v, samples: samples_v, out, lse, heads, batch, tile, dropout,
-            first_head,
-        });
-        bench.run(Op::AttentionBackward {
-            qkv: qkv_v, kv: kv_v, positions: positions_v, samples: samples_v, out, lse, d_out: d_v, d_qkv, d_kv, heads,
-            batch, tile, add: mode.add(tile), dropout, first_head,
-        });
+        let inputs = AttentionInputs {
+            qkv: qkv_v, kv: kv_v, positions: positions_v, samples: samples_v, heads, batch, tile, dropout, first_head,
+        };
+        bench.run(Op::Attention { inputs, out, lse });
+        bench.run(Op::AttentionBackward { inputs, out, lse, d_out: d_v, d_qkv, d_kv, add: mode.add(tile) });
         let mask = |row: usize, head: usize, key: usize| {
             let Some(Dropout { p, seed, layer }) = dropout else { return 1.0 };
             let coordinates = layer << 22 | (first_head + head as u32) << 14 | (samples[row] >> 32) as u32;
@@ -618,10 +615,11 @@ proptest! {
         for (step, (g, g_v)) in gradients.iter().zip(gradients_v).enumerate() {
             let correction = |beta: f32| 1.0 - f64::from(beta).powi(step as i32 + 1);
             let (correction1, correction2) = (correction(beta1), correction(beta2));
-            bench.run(Op::AdamW {
-                w: w_v, m: m_v, v: v_v, g: g_v, grad_scale, lr, beta1, beta2, eps, weight_decay,
+            let step = AdamWStep {
+                grad_scale, lr, beta1, beta2, eps, weight_decay,
                 correction1: correction1 as f32, correction2: correction2 as f32,
-            });
+            };
+            bench.run(Op::AdamW { w: w_v, m: m_v, v: v_v, g: g_v, step });
             let [lr, beta1, beta2, eps, decay] = [lr, beta1, beta2, eps, weight_decay].map(f64::from);
             for at in 0..len {
                 let g = g.data[at] * f64::from(grad_scale);

@@ -122,20 +122,6 @@ pub(super) struct Gradient {
     pub(super) d_out: Mat,
 }
 
-/// `AdamW` of `optimizer.cu`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct AdamW {
-    pub(super) grad_scale: f32,
-    pub(super) lr: f32,
-    pub(super) beta1: f32,
-    pub(super) beta2: f32,
-    pub(super) eps: f32,
-    pub(super) weight_decay: f32,
-    pub(super) correction1: f32,
-    pub(super) correction2: f32,
-}
-
 /// The arguments of one launch, in the order of the kernel's parameters.
 #[derive(Debug, Default)]
 pub(super) struct Arguments {

@@ -2,8 +2,8 @@
 
 use super::arguments::{Arguments, Mat, TensorMap};
 use super::device::{CudaBackend, Fault};
-use super::launch::{AttentionOperands, attention_drop};
-use crate::backend::View;
+use super::launch::attention_drop;
+use crate::backend::{AttentionInputs, View};
 use cudarc::driver::sys;
 use mesh::DType;
 
@@ -36,8 +36,8 @@ const fn dkv_tiling(head_dim: usize) -> Tiling {
 
 /// The kernel of a head size, with dropout or without.
 macro_rules! variant {
-    ($operands:expr, $name:literal) => {
-        match ($operands.heads.head_dim, $operands.dropout.is_some()) {
+    ($inputs:expr, $name:literal) => {
+        match ($inputs.heads.head_dim, $inputs.dropout.is_some()) {
             (64, false) => concat!($name, "_64"),
             (64, true) => concat!($name, "_64_dropout"),
             (128, false) => concat!($name, "_128"),
@@ -49,45 +49,41 @@ macro_rules! variant {
 
 impl CudaBackend {
     /// Whether `attention.cu` computes this; `others` are results and gradients.
-    pub(super) fn is_quick_attention(&self, operands: AttentionOperands, others: &[View]) -> bool {
-        operands.qkv.dtype == DType::Bf16
-            && matches!(operands.heads.head_dim, 64 | 128)
+    pub(super) fn is_quick_attention(&self, inputs: AttentionInputs, others: &[View]) -> bool {
+        inputs.qkv.dtype == DType::Bf16
+            && matches!(inputs.heads.head_dim, 64 | 128)
             && self.gpu.has("attention_forward_64")
-            && [operands.qkv, operands.kv, operands.positions, operands.samples]
+            && inputs
+                .views()
                 .iter()
                 .chain(others)
                 .all(|view| view.is_contiguous() && self.mat(*view).address.is_multiple_of(16))
     }
 
-    pub(super) fn quick_attention(
-        &self,
-        operands: AttentionOperands,
-        out: View,
-        lse: View,
-    ) -> Result<(), Fault> {
-        let AttentionOperands { qkv, kv, heads, batch, .. } = operands;
+    pub(super) fn quick_attention(&self, inputs: AttentionInputs, out: View, lse: View) -> Result<(), Fault> {
+        let AttentionInputs { qkv, kv, heads, batch, .. } = inputs;
         let arguments =
             Arguments::default().and(self.tensor_map(qkv, batch)?).and(self.tensor_map(kv, batch)?);
-        let arguments = arguments.and(self.mat(operands.positions).address);
-        let arguments = arguments.and(self.mat(operands.samples).address);
+        let arguments = arguments.and(self.mat(inputs.positions).address);
+        let arguments = arguments.and(self.mat(inputs.samples).address);
         let arguments = arguments.and(self.mat(out).address).and(self.mat(lse).address);
         let rows = qkv.rows / batch;
-        let arguments = of_shape(arguments.and(batch as i32).and(rows as i32), operands);
-        let arguments = with_dropout(arguments, operands);
+        let arguments = of_shape(arguments.and(batch as i32).and(rows as i32), inputs);
+        let arguments = with_dropout(arguments, inputs);
         let tiling = forward_tiling(heads.head_dim);
-        let kernel = variant!(operands, "attention_forward");
-        self.launch_shares(kernel, operands, tiling, heads.num_queries(), rows, arguments)
+        let kernel = variant!(inputs, "attention_forward");
+        self.launch_shares(kernel, inputs, tiling, heads.num_queries(), rows, arguments)
     }
 
     /// Adds to `d_kv`, which is F32.
     pub(super) fn quick_attention_backward(
         &mut self,
-        operands: AttentionOperands,
+        inputs: AttentionInputs,
         (out, lse): (View, View),
         d_out: View,
         (d_qkv, d_kv): (View, View),
     ) -> Result<(), Fault> {
-        let AttentionOperands { qkv, kv, heads, batch, .. } = operands;
+        let AttentionInputs { qkv, kv, heads, batch, .. } = inputs;
         let (rows, keys, num_queries) = (qkv.rows / batch, kv.rows / batch, heads.num_queries());
         let padded = rows.next_multiple_of(HALF);
         let stats = self.scratch(batch * num_queries, padded * 2)?.address;
@@ -96,21 +92,21 @@ impl CudaBackend {
         let arguments = arguments.and(self.mat(lse).address).and(stats);
         let arguments = arguments.and(rows as i32).and(num_queries as i32);
         let blocks = (padded * num_queries * heads.head_dim).div_ceil(2048);
-        let kernel = variant!(operands, "attention_stats");
+        let kernel = variant!(inputs, "attention_stats");
         self.launch(kernel, (blocks as u64, batch as u64), 256, 0, arguments)?;
 
         let [map_qkv, map_kv, map_d_out] = [qkv, kv, d_out].map(|view| self.tensor_map(view, batch));
         let (map_qkv, map_kv, map_d_out) = (map_qkv?, map_kv?, map_d_out?);
-        let inputs = || {
+        let common = || {
             let arguments = Arguments::default().and(map_qkv).and(map_kv).and(map_d_out);
-            let arguments = arguments.and(self.mat(operands.positions).address);
-            arguments.and(self.mat(operands.samples).address).and(stats)
+            let arguments = arguments.and(self.mat(inputs.positions).address);
+            arguments.and(self.mat(inputs.samples).address).and(stats)
         };
-        let arguments = inputs().and(self.mat(d_qkv).address).and(batch as i32).and(rows as i32);
-        let arguments = with_dropout(of_shape(arguments, operands), operands);
+        let arguments = common().and(self.mat(d_qkv).address).and(batch as i32).and(rows as i32);
+        let arguments = with_dropout(of_shape(arguments, inputs), inputs);
         self.launch_shares(
-            variant!(operands, "attention_dq"),
-            operands,
+            variant!(inputs, "attention_dq"),
+            inputs,
             DQ_TILING,
             num_queries,
             rows,
@@ -118,29 +114,29 @@ impl CudaBackend {
         )?;
 
         let arguments =
-            inputs().and(self.mat(d_kv).address).and(batch as i32).and(rows as i32).and(keys as i32);
+            common().and(self.mat(d_kv).address).and(batch as i32).and(rows as i32).and(keys as i32);
         let arguments =
-            of_shape(arguments, operands).and(heads.kv_cols() as i32).and(2 * heads.head_dim as i32);
-        let arguments = with_dropout(arguments.and(1), operands);
+            of_shape(arguments, inputs).and(heads.kv_cols() as i32).and(2 * heads.head_dim as i32);
+        let arguments = with_dropout(arguments.and(1), inputs);
         let tiling = dkv_tiling(heads.head_dim);
-        let kernel = variant!(operands, "attention_dkv");
-        self.launch_shares(kernel, operands, tiling, heads.groups, keys, arguments)
+        let kernel = variant!(inputs, "attention_dkv");
+        self.launch_shares(kernel, inputs, tiling, heads.groups, keys, arguments)
     }
 
     /// As many blocks as stay on their multiprocessors, at most one for each tile of `rows` of one of `heads` of a sample.
     fn launch_shares(
         &self,
         kernel: &'static str,
-        operands: AttentionOperands,
+        inputs: AttentionInputs,
         tiling: Tiling,
         heads: usize,
         rows: usize,
         arguments: Arguments,
     ) -> Result<(), Fault> {
-        let shares = heads * operands.batch * rows.div_ceil(tiling.warpgroups * HALF);
+        let shares = heads * inputs.batch * rows.div_ceil(tiling.warpgroups * HALF);
         let blocks = (shares as u64).min(u64::from(self.gpu.num_multiprocessors()));
         let shared =
-            tiling.halves * HALF * operands.heads.head_dim * DType::Bf16.size_bytes() + tiling.more_bytes;
+            tiling.halves * HALF * inputs.heads.head_dim * DType::Bf16.size_bytes() + tiling.more_bytes;
         self.launch(kernel, (blocks, 1), WARPGROUP * (1 + tiling.warpgroups as u32), shared, arguments)
     }
 
@@ -171,11 +167,11 @@ impl CudaBackend {
     }
 }
 
-fn of_shape(arguments: Arguments, AttentionOperands { heads, .. }: AttentionOperands) -> Arguments {
+fn of_shape(arguments: Arguments, AttentionInputs { heads, .. }: AttentionInputs) -> Arguments {
     let arguments = arguments.and(heads.groups as i32).and(heads.queries_per_group as i32);
     arguments.and(1.0 / (heads.head_dim as f32).sqrt())
 }
 
-fn with_dropout(arguments: Arguments, operands: AttentionOperands) -> Arguments {
-    arguments.and(operands.first_head).and(attention_drop(operands.dropout))
+fn with_dropout(arguments: Arguments, inputs: AttentionInputs) -> Arguments {
+    arguments.and(inputs.first_head).and(attention_drop(inputs.dropout))
 }

@@ -1,11 +1,9 @@
 //! Operations to launches: which kernel, over how many blocks, with which arguments.
 
 use super::HEAD_DIM_MAX;
-use super::arguments::{
-    AdamW, Arguments, Attention, Center, Drop, Factor, Fixed, Gradient, Heads, Mat, Summand,
-};
+use super::arguments::{Arguments, Attention, Center, Drop, Factor, Fixed, Gradient, Heads, Mat, Summand};
 use super::device::{CudaBackend, Fault};
-use crate::backend::{self, Accumulate, Dropout, HiddenSite, Op, View};
+use crate::backend::{self, Accumulate, AttentionInputs, Dropout, HiddenSite, Op, View};
 use crate::config::Activation;
 use crate::numerics::power_of_two;
 use crate::rng;
@@ -27,20 +25,6 @@ macro_rules! typed {
             other => panic!("nothing computes in {other}"),
         }
     };
-}
-
-/// Inputs of attention, as operations name them.
-#[derive(Clone, Copy)]
-pub(super) struct AttentionOperands {
-    pub(super) qkv: View,
-    pub(super) kv: View,
-    pub(super) positions: View,
-    pub(super) samples: View,
-    pub(super) heads: backend::Heads,
-    pub(super) batch: usize,
-    pub(super) tile: usize,
-    pub(super) dropout: Option<Dropout>,
-    pub(super) first_head: u32,
 }
 
 impl CudaBackend {
@@ -138,62 +122,9 @@ impl CudaBackend {
                 let arguments = arguments.and(of_heads(heads)).and(wide);
                 self.launch_packs(typed!(d_qkv.dtype, "unpack_kv"), d_kv, elements(d_qkv, wide), arguments)
             }
-            Op::Attention {
-                qkv,
-                kv,
-                positions,
-                samples,
-                out,
-                lse,
-                heads,
-                batch,
-                tile,
-                dropout,
-                first_head,
-            } => {
-                let operands = AttentionOperands {
-                    qkv,
-                    kv,
-                    positions,
-                    samples,
-                    heads,
-                    batch,
-                    tile,
-                    dropout,
-                    first_head,
-                };
-                self.attention(operands, out, lse)
-            }
-            Op::AttentionBackward {
-                qkv,
-                kv,
-                positions,
-                samples,
-                out,
-                lse,
-                d_out,
-                d_qkv,
-                d_kv,
-                heads,
-                batch,
-                tile,
-                add,
-                dropout,
-                first_head,
-            } => {
-                let operands = AttentionOperands {
-                    qkv,
-                    kv,
-                    positions,
-                    samples,
-                    heads,
-                    batch,
-                    tile,
-                    dropout,
-                    first_head,
-                };
-
-                self.attention_backward(operands, (out, lse), d_out, (d_qkv, d_kv), add)
+            Op::Attention { inputs, out, lse } => self.attention(inputs, out, lse),
+            Op::AttentionBackward { inputs, out, lse, d_out, d_qkv, d_kv, add } => {
+                self.attention_backward(inputs, (out, lse), d_out, (d_qkv, d_kv), add)
             }
             Op::Activate { activation, x, out } => {
                 let kernel = match activation {
@@ -270,28 +201,13 @@ impl CudaBackend {
                 self.launch("square_norm", (blocks, 1), 256, 0, arguments)?;
                 self.launch("carry_limbs", (1, 1), 1, 0, Arguments::default().and(self.mat(limbs)))
             }
-            Op::AdamW {
-                w,
-                m,
-                v,
-                g,
-                grad_scale,
-                lr,
-                beta1,
-                beta2,
-                eps,
-                weight_decay,
-                correction1,
-                correction2,
-            } => {
+            Op::AdamW { w, m, v, g, step } => {
                 let views = flat([w, m, v, g]);
                 let wide = self.wide(views);
                 let mut arguments = Arguments::default();
                 for view in views {
                     arguments = arguments.and(self.mat(view).address);
                 }
-                let step =
-                    AdamW { grad_scale, lr, beta1, beta2, eps, weight_decay, correction1, correction2 };
                 let arguments = arguments.and(w.numel() as i64).and(step).and(wide);
                 self.launch_packs("adamw_f32", views[0], elements(w, wide), arguments)
             }
@@ -464,9 +380,8 @@ impl CudaBackend {
         }
     }
 
-    fn attention_arguments(&self, operands: AttentionOperands) -> Attention {
-        let AttentionOperands { qkv, kv, positions, samples, heads, batch, tile, dropout, first_head } =
-            operands;
+    fn attention_arguments(&self, inputs: AttentionInputs) -> Attention {
+        let AttentionInputs { qkv, kv, positions, samples, heads, batch, tile, dropout, first_head } = inputs;
         assert!(
             heads.head_dim as u64 <= HEAD_DIM_MAX,
             "a head of {} elements, which runs do not ask for",
@@ -489,60 +404,62 @@ impl CudaBackend {
         }
     }
 
-    fn attention(&self, operands: AttentionOperands, out: View, lse: View) -> Result<(), Fault> {
-        if self.is_quick_attention(operands, &[out, lse]) {
-            return self.quick_attention(operands, out, lse);
+    fn attention(&self, inputs: AttentionInputs, out: View, lse: View) -> Result<(), Fault> {
+        if self.is_quick_attention(inputs, &[out, lse]) {
+            return self.quick_attention(inputs, out, lse);
         }
-        let arguments = Arguments::default().and(self.attention_arguments(operands));
+        let arguments = Arguments::default().and(self.attention_arguments(inputs));
         let arguments = arguments.and(self.mat(out)).and(self.mat(lse));
-        let shared = shared_bytes(operands.heads, 3, 1);
-        let kernel = typed!(operands.qkv.dtype, "tiles_forward");
-        self.launch(kernel, operands.query_grid(), ROW_THREADS, shared, arguments)
+        let shared = shared_bytes(inputs.heads, 3, 1);
+        let kernel = typed!(inputs.qkv.dtype, "tiles_forward");
+        self.launch(kernel, query_grid(inputs), ROW_THREADS, shared, arguments)
     }
 
     fn attention_backward(
         &mut self,
-        operands: AttentionOperands,
+        inputs: AttentionInputs,
         (out, lse): (View, View),
         d_out: View,
         (d_qkv, d_kv): (View, View),
         add: Accumulate,
     ) -> Result<(), Fault> {
-        if add == Accumulate::Float && self.is_quick_attention(operands, &[out, lse, d_out, d_qkv, d_kv]) {
-            return self.quick_attention_backward(operands, (out, lse), d_out, (d_qkv, d_kv));
+        if add == Accumulate::Float && self.is_quick_attention(inputs, &[out, lse, d_out, d_qkv, d_kv]) {
+            return self.quick_attention_backward(inputs, (out, lse), d_out, (d_qkv, d_kv));
         }
-        let (rows, heads) = (operands.qkv.rows, operands.heads.num_queries());
+        let (rows, heads) = (inputs.qkv.rows, inputs.heads.num_queries());
         let delta = self.scratch(rows, heads)?;
         let gradient = Gradient { out: self.mat(out), lse: self.mat(lse), d_out: self.mat(d_out) };
-        let inputs =
-            |be: &Self| Arguments::default().and(be.attention_arguments(operands)).and(gradient).and(delta);
-        let dtype = operands.qkv.dtype;
-        self.launch_elements(typed!(dtype, "tiles_delta"), (rows, heads), 1, inputs(self))?;
-        let arguments = inputs(self).and(self.mat(d_qkv));
-        let shared = shared_bytes(operands.heads, 4, 1);
-        self.launch(typed!(dtype, "tiles_queries"), operands.query_grid(), ROW_THREADS, shared, arguments)?;
-        let (kernel, arguments) = match add {
+        let arguments =
+            |be: &Self| Arguments::default().and(be.attention_arguments(inputs)).and(gradient).and(delta);
+        let dtype = inputs.qkv.dtype;
+        self.launch_elements(typed!(dtype, "tiles_delta"), (rows, heads), 1, arguments(self))?;
+        let shared = shared_bytes(inputs.heads, 4, 1);
+        let of_queries = arguments(self).and(self.mat(d_qkv));
+        self.launch(typed!(dtype, "tiles_queries"), query_grid(inputs), ROW_THREADS, shared, of_queries)?;
+        let of_keys = arguments(self).and(self.mat(d_kv));
+        let (kernel, of_keys) = match add {
             Accumulate::Fixed { bits, .. } => {
-                (typed!(dtype, "tiles_keys_fixed"), inputs(self).and(self.mat(d_kv)).and(self.fixed(bits, 1)))
+                (typed!(dtype, "tiles_keys_fixed"), of_keys.and(self.fixed(bits, 1)))
             }
-            Accumulate::Float => (typed!(dtype, "tiles_keys_float"), inputs(self).and(self.mat(d_kv))),
+            Accumulate::Float => (typed!(dtype, "tiles_keys_float"), of_keys),
         };
-        self.launch(kernel, operands.key_grid(), ROW_THREADS, shared_bytes(operands.heads, 4, 2), arguments)
+        self.launch(kernel, key_grid(inputs), ROW_THREADS, shared_bytes(inputs.heads, 4, 2), of_keys)
     }
 }
 
-impl AttentionOperands {
-    /// Blocks of queries by heads.
-    fn query_grid(&self) -> (u64, u64) {
-        let blocks = (self.qkv.rows / self.batch).div_ceil(ATTENTION_ROWS) * self.batch;
-        (blocks as u64, self.heads.num_queries() as u64)
-    }
+/// Blocks of `rows` of all samples.
+fn row_blocks(rows: usize, batch: usize) -> u64 {
+    ((rows / batch).div_ceil(ATTENTION_ROWS) * batch) as u64
+}
 
-    /// Blocks of keys by groups.
-    fn key_grid(&self) -> (u64, u64) {
-        let blocks = (self.kv.rows / self.batch).div_ceil(ATTENTION_ROWS) * self.batch;
-        (blocks as u64, self.heads.groups as u64)
-    }
+/// Blocks of queries by heads.
+fn query_grid(inputs: AttentionInputs) -> (u64, u64) {
+    (row_blocks(inputs.qkv.rows, inputs.batch), inputs.heads.num_queries() as u64)
+}
+
+/// Blocks of keys by groups.
+fn key_grid(inputs: AttentionInputs) -> (u64, u64) {
+    (row_blocks(inputs.kv.rows, inputs.batch), inputs.heads.groups as u64)
 }
 
 /// Views of one shape, as one row each if none has gaps.

@@ -246,36 +246,11 @@ fn attention(seed: u32, batch: Range<usize>, leaf: usize, part: &Part) -> Attent
     let d_kv = bench.acc(keys.len(), heads.kv_cols());
     let (batch, first_head) = (batch.len(), (part.groups.start * HEADS.queries_per_group) as u32);
     let dropout = Some(Dropout { p: 0.1, seed, layer: 0 });
-    bench.run(Op::Attention {
-        qkv,
-        kv,
-        positions,
-        samples,
-        out,
-        lse,
-        heads,
-        batch,
-        tile: leaf,
-        dropout,
-        first_head,
-    });
-    bench.run(Op::AttentionBackward {
-        qkv,
-        kv,
-        positions,
-        samples,
-        out,
-        lse,
-        d_out,
-        d_qkv,
-        d_kv,
-        heads,
-        batch,
-        tile: leaf,
-        add: Accumulate::Fixed { leaf, bits: 40 },
-        dropout,
-        first_head,
-    });
+    let inputs =
+        AttentionInputs { qkv, kv, positions, samples, heads, batch, tile: leaf, dropout, first_head };
+    bench.run(Op::Attention { inputs, out, lse });
+    let add = Accumulate::Fixed { leaf, bits: 40 };
+    bench.run(Op::AttentionBackward { inputs, out, lse, d_out, d_qkv, d_kv, add });
     let d_queries = (0..heads.groups)
         .flat_map(|group| {
             let first = heads.query(group, 0);
