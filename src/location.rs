@@ -1,7 +1,7 @@
 //! `CKPT` on the command line: `RUN`, `RUN@STEP`, `RUN@latest`, or the folder of one step.
 
 use crate::output::complain;
-use ckpt::{Checkpoint, Store};
+use ckpt::{Checkpoint, OpenError, PassedOver, Store};
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -45,19 +45,39 @@ impl Location {
     /// If there is none, or the step asked for is not whole.
     pub(crate) fn open(&self) -> anyhow::Result<Checkpoint> {
         let store = Store::open(&self.run)?;
-        Ok(match self.step {
-            Some(step) => store.checkpoint(step)?,
-            None => {
-                let latest = store.latest(None)?;
-                // Where there is none to take, the error says what was passed over.
-                latest.strays.iter().for_each(complain);
-                if latest.checkpoint.is_some() {
-                    latest.passed_over.iter().for_each(complain);
-                }
-                latest.require(&store)?
-            }
-        })
+        match self.step {
+            Some(step) => Ok(store.checkpoint(step)?),
+            None => Ok(newest(&store, None, true)?.expect("it must exist")),
+        }
     }
+}
+
+/// The newest whole checkpoint, below the step `below` if damage was found in that one, with a line for each that is passed
+/// over; `None` where none was ever complete, unless it `must_exist`.
+///
+/// # Errors
+/// Checkpoints none of which is whole; none at all, where there must be one; a store that cannot be read.
+pub(crate) fn newest(
+    store: &Store,
+    below: Option<u64>,
+    must_exist: bool,
+) -> Result<Option<Checkpoint>, OpenError> {
+    let latest = store.latest(below)?;
+    if below.is_none() {
+        latest.strays.iter().for_each(complain);
+    }
+    if latest.checkpoint.is_none() {
+        // The error says what was passed over.
+        if below.is_some() || latest.passed_over.iter().any(PassedOver::was_committed) {
+            let (root, passed_over) = (store.to_string(), latest.passed_over);
+            return Err(OpenError::NoneWhole { root, passed_over });
+        }
+        if must_exist {
+            return latest.require(store).map(Some);
+        }
+    }
+    latest.passed_over.iter().for_each(complain);
+    Ok(latest.checkpoint)
 }
 
 /// The folder that a store's location names, if it is a local one.

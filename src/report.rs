@@ -69,6 +69,7 @@ fn told_by(error: &(dyn Error + 'static)) -> Option<(String, String)> {
         ckpt::SaveError
         ckpt::SafetensorsError
         mesh::PipelineError
+        reshard::HfConfigError
         reshard::LayoutChangeError
         reshard::UndividedTensor
         train::backend::BackendError

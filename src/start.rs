@@ -1,9 +1,9 @@
 //! Where a run goes on from, and whether it may save where it wants to.
 
 use crate::args::CheckpointArgs;
-use crate::location::{Location, is_same_place};
-use crate::output::complain;
-use ckpt::{Checkpoint, DestinationError, Latest, LocationError, OpenError, PassedOver, Store};
+use crate::location::{Location, is_same_place, newest};
+use crate::report::Refusal;
+use ckpt::{Checkpoint, LocationError, Store};
 
 /// Where a run starts.
 pub(crate) struct Start {
@@ -34,7 +34,10 @@ pub(crate) fn find(args: &CheckpointArgs, below: Option<u64>) -> anyhow::Result<
     let start = |checkpoint| Start { checkpoint, is_latest: step.is_none(), is_in_save };
     if load.is_none() && args.save.is_none() {
         return match must_exist {
-            true => Err(OpenError::NoCheckpoint { root: "--save, which is not set".into() }.into()),
+            true => {
+                let message = "there is no checkpoint to go on from: neither --save nor --load is set";
+                Err(Refusal::new("RM4012", message, "--load FOLDER names the run to go on from").into())
+            }
             false => Ok(start(None)),
         };
     }
@@ -45,24 +48,7 @@ pub(crate) fn find(args: &CheckpointArgs, below: Option<u64>) -> anyhow::Result<
     if let Some(step) = step {
         return Ok(start(Some(store.checkpoint(step)?)));
     }
-    let latest = store.latest(below)?;
-    if below.is_none() {
-        latest.strays.iter().for_each(complain);
-    }
-    if latest.checkpoint.is_none()
-        && (below.is_some() || latest.passed_over.iter().any(PassedOver::was_committed))
-    {
-        let Latest { passed_over, .. } = latest;
-        return Err(OpenError::NoneWhole { root: store.to_string(), passed_over }.into());
-    }
-    // Where there must be one and is none, the error says what was passed over.
-    if latest.checkpoint.is_some() || !must_exist {
-        latest.passed_over.iter().for_each(complain);
-    }
-    match must_exist {
-        true => Ok(start(Some(latest.require(&store)?))),
-        false => Ok(start(latest.checkpoint)),
-    }
+    Ok(start(newest(&store, below, must_exist)?))
 }
 
 /// The store of `--save`, made if it is not there.
@@ -77,13 +63,8 @@ pub(crate) fn destination(
     overwrite: bool,
 ) -> anyhow::Result<Store> {
     let store = Store::create(save)?;
-    if overwrite {
-        return Ok(store);
+    if !overwrite {
+        store.require_none_after(iteration, damaged)?;
     }
-    let mut newer = store.whole_steps_after(iteration)?;
-    newer.retain(|step| !damaged.contains(step));
-    match newer.is_empty() {
-        true => Ok(store),
-        false => Err(DestinationError::Newer { root: store.to_string(), step: iteration, newer }.into()),
-    }
+    Ok(store)
 }

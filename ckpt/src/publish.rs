@@ -194,12 +194,14 @@ fn steps_text(steps: &[u64]) -> String {
 }
 
 impl Store {
-    /// Checks that a run which goes on from `step` would contradict no newer checkpoint here.
+    /// Checks that a run which goes on from `step` would contradict no newer checkpoint here, apart from those that are known
+    /// as `damaged`.
     ///
     /// # Errors
     /// If there are whole checkpoints of later steps, or ones that are refused, or the store cannot be read.
-    pub fn require_none_after(&self, step: u64) -> Result<(), DestinationError> {
-        let newer = self.whole_steps_after(step)?;
+    pub fn require_none_after(&self, step: u64, damaged: &[u64]) -> Result<(), DestinationError> {
+        let mut newer = self.whole_steps_after(step)?;
+        newer.retain(|step| !damaged.contains(step));
         if newer.is_empty() {
             return Ok(());
         }

@@ -30,11 +30,6 @@ pub enum Readers {
     First,
 }
 
-/// The code of a save where another run saves.
-const ANOTHER_RUN: &str = "RM7002";
-/// The code of a state that is not finite.
-const NOT_FINITE: &str = "RM3205";
-
 /// Saves a model's checkpoints to one store. Each rank has one, and all call it alike.
 pub struct Saver {
     store: Store,
@@ -113,6 +108,8 @@ pub struct Failure {
     pub help: String,
     /// Whether a commit may be visible, so that no file may be removed.
     may_be_visible: bool,
+    /// Whether every later save would fail alike.
+    is_final: bool,
 }
 
 impl fmt::Display for Failure {
@@ -135,7 +132,7 @@ impl SaveError {
 
     /// Whether every later save would fail alike: another run saves here, or the state is spoilt.
     pub fn is_final(&self) -> bool {
-        matches!(self, SaveError::Failed(failure) if [ANOTHER_RUN, NOT_FINITE].contains(&failure.code.as_str()))
+        matches!(self, SaveError::Failed(Failure { is_final: true, .. }))
     }
 
     /// How to mend it.
@@ -185,8 +182,8 @@ impl Fault {
             }
             Fault::Publish(PublishError::Unknown { source, .. }) => source.code(),
             Fault::Write(WriteError::State { .. }) => "RM4034",
-            Fault::Publish(PublishError::Exists { .. }) | Fault::AnotherRun { .. } => ANOTHER_RUN,
-            Fault::NotFinite { .. } => NOT_FINITE,
+            Fault::Publish(PublishError::Exists { .. }) | Fault::AnotherRun { .. } => "RM7002",
+            Fault::NotFinite { .. } => "RM3205",
             Fault::Publish(PublishError::Open(error)) => error.code(),
             Fault::Publish(PublishError::Files { .. }) => "RM7012",
             Fault::Report { .. } => "RM9001",
@@ -223,8 +220,12 @@ impl Fault {
 
     fn failure(&self, rank: Rank) -> Failure {
         let may_be_visible = matches!(self, Fault::Publish(error) if error.may_be_visible());
+        let is_final = matches!(
+            self,
+            Fault::Publish(PublishError::Exists { .. }) | Fault::AnotherRun { .. } | Fault::NotFinite { .. }
+        );
         let (code, help) = (self.code().to_owned(), self.help());
-        Failure { rank, code, text: chain_text(self), help, may_be_visible }
+        Failure { rank, code, text: chain_text(self), help, may_be_visible, is_final }
     }
 }
 

@@ -374,12 +374,6 @@ impl fmt::Display for BatchSchedule {
     }
 }
 
-/// `size` rounded down to whole microbatches of `one` samples on all lanes together, and what that leaves out: the batch of a
-/// run that may take less than was asked for. 0 if not even one microbatch fits.
-pub fn decreased(size: u64, one: u64) -> (u64, u64) {
-    (size / one * one, size % one)
-}
-
 impl ParallelConfig {
     /// The positions in the global order of the samples that the rank behind `groups` reads in microbatch `microbatch` of
     /// the step that starts after `consumed` samples. Its lane is its position in the `dp_gtp_remat` group.

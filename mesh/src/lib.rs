@@ -94,7 +94,7 @@ mod shard;
 
 pub use args::{MergedArgs, ParallelArgs};
 pub use axis::{Axis, Grid};
-pub use batch::{BatchError, BatchSchedule, BatchStep, Ramp, decreased};
+pub use batch::{BatchError, BatchSchedule, BatchStep, Ramp};
 pub use config::{ParallelConfig, ParallelError, ParallelSettings};
 pub use explain::{Explained, Origin};
 pub use fold::{Fold, FoldMemory};

@@ -186,16 +186,6 @@ impl ScheduleError {
     }
 }
 
-impl ScheduleConfig {
-    /// Optimizer steps of the run; a last incomplete global batch is none.
-    pub fn train_iterations(&self, batch: &BatchSchedule) -> u64 {
-        match self.unit {
-            ScheduleUnit::Iterations => self.train,
-            ScheduleUnit::Samples => batch.steps_within(self.train),
-        }
-    }
-}
-
 impl Schedule {
     /// The schedule of `config` where the global batches have the sizes of `batch`: a length in iterations is the samples
     /// behind the run when they are done, so that the rate gets to its end however the batch grows.

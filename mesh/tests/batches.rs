@@ -1,7 +1,7 @@
 //! Batch sizes over a run: worked schedules, counts of steps and samples against a simulation, and refusals.
 
 use expect_test::expect;
-use mesh::{BatchError, BatchSchedule, BatchStep, MergedArgs, ParallelArgs, Ramp, Source, decreased};
+use mesh::{BatchError, BatchSchedule, BatchStep, MergedArgs, ParallelArgs, Ramp, Source};
 use proptest::prelude::*;
 
 fn steps(entries: &[(u64, u64)]) -> BatchSchedule {
@@ -32,13 +32,6 @@ fn a_ramp_climbs_in_levels_of_equal_length() {
     assert_eq!(sizes, [8, 8, 12, 12, 16, 16, 20, 20]);
     assert_eq!(ramp(8, 0, 100, 8).size_at(50), 8);
     assert_eq!(ramp(8, 8, 0, 16).size_at(0), 16);
-}
-
-#[test]
-fn what_may_be_less_is_rounded_down_to_whole_microbatches() {
-    assert_eq!(decreased(30, 8), (24, 6));
-    assert_eq!(decreased(32, 8), (32, 0));
-    assert_eq!(decreased(7, 8), (0, 7));
 }
 
 #[test]

@@ -104,10 +104,7 @@ fn the_same_length_in_iterations_and_in_samples_is_the_same_schedule() {
         lr_warmup: Warmup::Length(40),
         ..config()
     };
-    assert_eq!(schedule(in_samples.clone()), schedule(config()));
-    assert_eq!(in_samples.train_iterations(&batch(8)), 30);
-    assert_eq!(in_samples.train_iterations(&batch(9)), 26);
-    assert_eq!(config().train_iterations(&batch(9)), 30);
+    assert_eq!(schedule(in_samples), schedule(config()));
 }
 
 #[test]

@@ -62,7 +62,7 @@ pub enum HfConfigError {
         field: &'static str,
     },
     /// A field is not of its type.
-    #[error("`{field}` of config.json is {found}")]
+    #[error("`{field}` of config.json is {found}, which is not of its type")]
     Type {
         /// Which.
         field: &'static str,
@@ -79,7 +79,13 @@ pub enum HfConfigError {
         /// What it may be.
         known: &'static str,
     },
-    /// A size is 0, or does not divide another.
+    /// A size is 0.
+    #[error("config.json: no model has {what} of 0")]
+    Zero {
+        /// Which.
+        what: &'static str,
+    },
+    /// Heads that do not fit into groups, or into the hidden size.
     #[error("config.json: {heads} query heads in {groups} groups, hidden size {hidden}, are no model")]
     Heads {
         /// Query heads.
@@ -89,6 +95,21 @@ pub enum HfConfigError {
         /// Hidden size.
         hidden: u64,
     },
+}
+
+impl HfConfigError {
+    /// `RM4063`.
+    pub fn code(&self) -> &'static str {
+        "RM4063"
+    }
+
+    /// How to mend it.
+    pub fn help(&self) -> &'static str {
+        match self {
+            HfConfigError::Unknown { .. } => "models of the kinds of Llama, Qwen2 and GPT-2 are known",
+            _ => "the download or the copy may be incomplete; fetch the file again",
+        }
+    }
 }
 
 impl HfModel {
@@ -104,7 +125,19 @@ impl HfModel {
             _ => return Err(unknown("model_type", model_type, "llama, qwen2, gpt2")),
         };
         let (heads, groups, hidden) = (model.num_attention_heads, model.num_query_groups, model.hidden_size);
-        match groups > 0 && heads > 0 && heads.is_multiple_of(groups) && model.kv_channels > 0 {
+        let sizes = [
+            ("a number of layers", model.num_layers),
+            ("a hidden size", hidden),
+            ("a feed-forward width", model.ffn_hidden_size),
+            ("a number of query heads", heads),
+            ("a number of query groups", groups),
+            ("a vocabulary", model.vocab_size),
+            ("a number of positions", model.max_positions),
+        ];
+        if let Some((what, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
+            return Err(HfConfigError::Zero { what });
+        }
+        match heads.is_multiple_of(groups) && model.kv_channels > 0 {
             true => Ok(model),
             false => Err(HfConfigError::Heads { heads, groups, hidden }),
         }

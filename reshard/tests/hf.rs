@@ -62,6 +62,7 @@ fn what_would_change_numbers_is_refused() {
         refused(&|config| config["num_key_value_heads"] = json!(3)),
         refused(&|config| config["vocab_size"] = json!("nine")),
         refused(&|config| config["hidden_size"] = Value::Null),
+        refused(&|config| config["vocab_size"] = json!(0)),
     ];
     expect![[r#"
         `model_type` of config.json is mixtral, which is not known here; known: llama, qwen2, gpt2
@@ -70,7 +71,8 @@ fn what_would_change_numbers_is_refused() {
         `hidden_act` of config.json is relu, which is not known here; known: silu
         `mlp_bias` of config.json is false and `attention_bias` true, which is not known here; known: both or neither
         config.json: 4 query heads in 3 groups, hidden size 4, are no model
-        `vocab_size` of config.json is "nine"
-        config.json has no `hidden_size`"#]]
+        `vocab_size` of config.json is "nine", which is not of its type
+        config.json has no `hidden_size`
+        config.json: no model has a vocabulary of 0"#]]
     .assert_eq(&said.join("\n"));
 }

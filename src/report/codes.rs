@@ -178,6 +178,8 @@ codes! {
     "Its header was read and nothing else. The download or the copy may be incomplete; fetch the file again."
     "RM4062" 6 "safetensors files and their index do not agree"
     "Each tensor is in the one file that the index names. Fetch the files of one revision."
+    "RM4063" 6 "a `config.json` describes no model that is known here"
+    "A field is missing, has no meaning, or asks for what is not there: nothing that changes numbers is passed over."
 
     "RM6001" 2 "a wrong command line"
     "`--help` lists commands and flags."

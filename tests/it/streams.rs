@@ -145,6 +145,11 @@ fn derived_streams_are_the_same_each_time_and_differ_by_coordinate() {
     }
     assert_ne!(words(0, StreamName::ModelParallel), words(1, StreamName::ModelParallel), "over TP");
     assert_eq!(words(0, StreamName::ModelParallel), words(2, StreamName::ModelParallel), "over GTP");
+    assert_ne!(
+        words(0, StreamName::ExpertParallel),
+        words(1, StreamName::ExpertParallel),
+        "ETP is TP by default"
+    );
     assert_ne!(words(0, StreamName::GtpRemat), words(2, StreamName::GtpRemat), "over GTP");
     let name = StreamName::DataParallel as usize;
     assert_ne!(first[0][name], saved[0][name], "nobody gets another coordinate's words");

@@ -55,12 +55,16 @@ impl Streams {
 
     /// Streams derived from the seed, this rank's coordinates and the iteration.
     pub fn derive(seed: u32, groups: &ProcessGroups, iteration: u64) -> Self {
-        let gtp = groups.size(GroupKind::GtpRemat) > 1;
+        // Where a collection has no groups of a kind, its ranks are at position 0.
+        let position = |kind| groups.position(kind).0;
+        let shard = |kind| (groups.size(kind) > 1).then(|| position(kind));
         let coordinates = StreamCoordinates {
-            pp: groups.position(GroupKind::Pp).0,
-            tp: groups.position(GroupKind::Tp).0,
-            gtp: gtp.then(|| groups.position(GroupKind::GtpRemat).0),
-            ..StreamCoordinates::default()
+            pp: position(GroupKind::Pp),
+            tp: position(GroupKind::Tp),
+            ep: position(GroupKind::Ep),
+            etp: position(GroupKind::ExptTp),
+            gtp: shard(GroupKind::GtpRemat),
+            egtp: shard(GroupKind::ExptGtpRemat),
         };
         let derive = |name| Stream::derive(seed, name, coordinates, iteration as u32);
         Streams { streams: StreamName::ALL.map(derive) }

@@ -57,16 +57,20 @@ pub enum SafetensorsError {
         fault: SafetensorsFault,
     },
     /// The index and the files disagree.
-    #[error("`{INDEX_NAME}` says that `{name}` is in `{file}`, which is not so")]
+    #[error("`{INDEX_NAME}` of `{folder}` says that `{name}` is in `{file}`, which is not so")]
     Index {
+        /// The folder.
+        folder: String,
         /// A tensor.
         name: String,
         /// Where it should be.
         file: String,
     },
     /// Two files hold a tensor of one name, or one that the index does not list.
-    #[error("`{file}` holds `{name}`, which `{INDEX_NAME}` or another file says is elsewhere")]
+    #[error("`{file}` of `{folder}` holds `{name}`, which `{INDEX_NAME}` or another file says is elsewhere")]
     Elsewhere {
+        /// The folder.
+        folder: String,
         /// The tensor.
         name: String,
         /// The file.
@@ -125,7 +129,7 @@ impl SafetensorsFolder {
     /// # Errors
     /// A file or an index that breaks a rule of the format. Reads headers only.
     pub fn open(store: &Store) -> Result<SafetensorsFolder, SafetensorsError> {
-        let sizes = store.list("")?;
+        let (folder, sizes) = (store.to_string(), store.list("")?);
         let index = match sizes.get(INDEX_NAME) {
             Some(bytes) => Some(read_index(store, *bytes)?),
             None => None,
@@ -135,7 +139,7 @@ impl SafetensorsFolder {
             None => sizes.keys().filter(|name| name.ends_with(".safetensors")).cloned().collect(),
         };
         if files.is_empty() {
-            return Err(SafetensorsError::Nothing { folder: store.to_string() });
+            return Err(SafetensorsError::Nothing { folder });
         }
         let mut tensors: BTreeMap<String, SafeTensor> = BTreeMap::new();
         for file in files {
@@ -143,18 +147,18 @@ impl SafetensorsFolder {
                 let mut listed = index.iter().flatten();
                 let name =
                     listed.find(|(_, of)| **of == file).map_or(String::new(), |(name, _)| name.clone());
-                return Err(SafetensorsError::Index { name, file });
+                return Err(SafetensorsError::Index { folder, name, file });
             };
             for (name, tensor) in read_header(store, &file, *file_bytes)? {
                 let is_listed = index.as_ref().is_none_or(|index| index.get(&name) == Some(&file));
                 if !is_listed || tensors.contains_key(&name) {
-                    return Err(SafetensorsError::Elsewhere { name, file });
+                    return Err(SafetensorsError::Elsewhere { folder, name, file });
                 }
                 tensors.insert(name, tensor);
             }
         }
         match index.into_iter().flatten().find(|(name, _)| !tensors.contains_key(name)) {
-            Some((name, file)) => Err(SafetensorsError::Index { name, file }),
+            Some((name, file)) => Err(SafetensorsError::Index { folder, name, file }),
             None => Ok(SafetensorsFolder { store: store.clone(), tensors }),
         }
     }

@@ -173,7 +173,7 @@ fn assert_refused(code: &str, words: &str, change: impl Fn(&Run)) {
     check(run.store.latest(None).unwrap_err());
     check(run.store.whole_steps_after(10).unwrap_err());
     assert_eq!(run.store.latest(Some(20)).unwrap().require(&run.store).unwrap().step(), 10);
-    let error = run.store.require_none_after(10).unwrap_err();
+    let error = run.store.require_none_after(10, &[]).unwrap_err();
     assert_eq!(error.code(), code);
     let saved = ranks(ONE).run(|groups, exchange| {
         let (table, header) = (table(), header(20, layout(ONE)));

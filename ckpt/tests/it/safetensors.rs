@@ -112,10 +112,10 @@ fn an_index_that_the_files_contradict_is_refused() {
     .collect();
     expect![[r#"
         RM4061 `model.safetensors.index.json` is no file of safetensors: missing field `weight_map` at line 1 column 15
-        RM4062 `model.safetensors.index.json` says that `a` is in `1.safetensors`, which is not so
-        RM4062 `model.safetensors.index.json` says that `a` is in `../1.safetensors`, which is not so
-        RM4062 `model.safetensors.index.json` says that `b` is in `1.safetensors`, which is not so
-        RM4062 `1.safetensors` holds `a`, which `model.safetensors.index.json` or another file says is elsewhere
-        RM4062 `2.safetensors` holds `a`, which `model.safetensors.index.json` or another file says is elsewhere
+        RM4062 `model.safetensors.index.json` of `FOLDER` says that `a` is in `1.safetensors`, which is not so
+        RM4062 `model.safetensors.index.json` of `FOLDER` says that `a` is in `../1.safetensors`, which is not so
+        RM4062 `model.safetensors.index.json` of `FOLDER` says that `b` is in `1.safetensors`, which is not so
+        RM4062 `1.safetensors` of `FOLDER` holds `a`, which `model.safetensors.index.json` or another file says is elsewhere
+        RM4062 `2.safetensors` of `FOLDER` holds `a`, which `model.safetensors.index.json` or another file says is elsewhere
         RM4060 `FOLDER` holds no file of safetensors"#]].assert_eq(&said.join("\n"));
 }

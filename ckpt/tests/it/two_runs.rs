@@ -85,8 +85,9 @@ fn newer_steps_are_refused_or_set_aside() {
     for step in [10, 20, 30] {
         save_as(&store, step, "run-1", 1, &table).unwrap();
     }
-    store.require_none_after(30).unwrap();
-    let error = store.require_none_after(10).unwrap_err();
+    store.require_none_after(30, &[]).unwrap();
+    store.require_none_after(10, &[30, 20]).unwrap();
+    let error = store.require_none_after(10, &[]).unwrap_err();
     let expected = format!("`{}` holds whole checkpoints newer than step 10: 20, 30", root.path().display());
     assert_eq!(error.to_string(), expected);
     assert_eq!(error.code(), "RM7003");

@@ -21,7 +21,7 @@ pub struct TokenFile {
 #[derive(Debug, thiserror::Error)]
 pub enum TokenFileError {
     /// Neither file, or only one, is there or can be read.
-    #[error("{}", path.display())]
+    #[error("`{}` cannot be read", path.display())]
     Io {
         /// Which file.
         path: PathBuf,

@@ -20,15 +20,16 @@ pub(super) fn norm(
             let beta = center.as_ref().map(|(_, beta)| beta.row(0));
             for (row, x) in x.iter().enumerate() {
                 let out = out.row(row);
-                let mut subtracted = 0.0;
-                if let Some((mean, _)) = &mut center {
-                    subtracted = sum(x) / x.len() as f32;
-                    *mean.at(row) = subtracted;
-                }
-                for (out, x) in out.iter_mut().zip(x) {
-                    *out = x - subtracted;
-                }
-                let scale = 1.0 / (dot(out, out) / x.len() as f32 + eps).sqrt();
+                let (subtracted, squares) = match &mut center {
+                    None => (0.0, dot(x, x)),
+                    Some((mean, _)) => {
+                        let subtracted = sum(x) / x.len() as f32;
+                        *mean.at(row) = subtracted;
+                        out.iter_mut().zip(x).for_each(|(out, x)| *out = x - subtracted);
+                        (subtracted, dot(out, out))
+                    }
+                };
+                let scale = 1.0 / (squares / x.len() as f32 + eps).sqrt();
                 *rstd.at(row) = scale;
                 scale_row(x, subtracted, scale, gamma.row(0), beta, out);
             }
@@ -94,19 +95,23 @@ pub(super) fn backward_sum(
         #[inline(always)]
         || {
             let cols = normed.x.cols;
-            let (g, centered) = scratch(space, 2 * cols).split_at_mut(cols);
+            let (g, room) = scratch(space, 2 * cols).split_at_mut(cols);
             for (row, x) in normed.x.iter().enumerate() {
                 let (mean, rstd) = (normed.mean(row), *normed.rstd.at(row));
                 for ((g, d_out), gamma) in g.iter_mut().zip(d_out.row(row)).zip(gamma.row(0)) {
                     *g = d_out * gamma;
                 }
-                for (centered, x) in centered.iter_mut().zip(x) {
-                    *centered = x - mean;
-                }
+                let centered: &[f32] = match normed.mean {
+                    None => x,
+                    Some(_) => {
+                        room.iter_mut().zip(x).for_each(|(centered, x)| *centered = x - mean);
+                        &*room
+                    }
+                };
                 let mean_g = if normed.mean.is_some() { sum(g) / cols as f32 } else { 0.0 };
                 // rstd · x̂ · mean(g · x̂) = (x − mean) · this
                 let along_x = rstd * rstd * rstd * (dot(g, centered) / cols as f32);
-                let d_x = d_x.row(row).iter_mut().zip(&*g).zip(&*centered);
+                let d_x = d_x.row(row).iter_mut().zip(&*g).zip(centered);
                 if accumulate {
                     d_x.for_each(|((d_x, g), x)| *d_x += rstd * (g - mean_g) - x * along_x);
                 } else {

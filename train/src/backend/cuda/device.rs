@@ -40,7 +40,7 @@ impl CudaBackend {
         // What the library chooses depends on the shape, and so do the bits.
         let has_products =
             Present::get().cublaslt && plan.arena_len(DType::Bf16) > 0 && *numerics == Numerics::Fast;
-        let new = || -> Result<Self, DriverError> {
+        let new = || -> Result<Self, Fault> {
             gpu.enter()?;
             let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
             Ok(CudaBackend {
@@ -54,9 +54,11 @@ impl CudaBackend {
                 plan,
             })
         };
-        new().map_err(|error| match error.0 {
-            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => BackendError::OutOfMemory { bytes },
-            _ => failed("setting up")(error),
+        new().map_err(|fault| match fault {
+            Fault::Driver(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
+                BackendError::OutOfMemory { bytes }
+            }
+            fault => failed("setting up")(fault),
         })
     }
 

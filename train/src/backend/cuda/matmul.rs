@@ -2,6 +2,7 @@
 //! is computed in the same way in every step.
 
 use super::arguments::{Factor, Mat};
+use super::device::Fault;
 use super::memory::DeviceMemory;
 use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys::{
@@ -9,7 +10,6 @@ use cudarc::cublaslt::sys::{
     cublasLtMatmulDescAttributes_t, cublasLtMatmulPreferenceAttributes_t as Preference,
     cublasLtMatrixLayout_t, cudaDataType_t,
 };
-use cudarc::driver::result::DriverError;
 use cudarc::driver::sys::CUstream;
 use mesh::DType;
 use std::collections::HashMap;
@@ -55,13 +55,9 @@ struct Plan {
 
 impl Products {
     /// For one stream: its products share a workspace.
-    pub(super) fn new(stream: CUstream) -> Result<Self, DriverError> {
-        let handle = result::create_handle().expect("cuBLASLt makes a handle where its library is there");
-        Ok(Products {
-            handle,
-            workspace: DeviceMemory::zeros(WORKSPACE_BYTES, stream)?,
-            plans: HashMap::new(),
-        })
+    pub(super) fn new(stream: CUstream) -> Result<Self, Fault> {
+        let workspace = DeviceMemory::zeros(WORKSPACE_BYTES, stream)?;
+        Ok(Products { handle: result::create_handle()?, workspace, plans: HashMap::new() })
     }
 
     /// `out[m][n] (+)= Σ a(m, k) · b(n, k)` over `depth`; false if the library has no algorithm for such operands.
