@@ -13,7 +13,7 @@ use crate::backend::{Accumulate, Buffers, Center, Dropout, Heads, HiddenSite, Li
 use crate::config::{Activation, Canonical, Normalization, Numerics, PositionEmbedding, TrainConfig};
 use crate::parallel::context::GatheredKv;
 use crate::parallel::tensor::{gather_tokens, reduce_tokens};
-use crate::parallel::{Cx, StepError};
+use crate::parallel::{Machine, StepError};
 use attention::Attention;
 use loss::Loss;
 use mesh::{DType, GroupKind, ProcessGroups};
@@ -37,7 +37,7 @@ pub struct MicroBatch {
 
 /// A model's buffers on one rank and the program over them.
 pub(crate) struct Model {
-    shape: LocalShape,
+    sizes: LocalSizes,
     table: ParamTable,
     layers: Vec<Layer>,
     inputs: Inputs,
@@ -50,7 +50,7 @@ pub(crate) struct Model {
 
 /// This rank's sizes; see the legend of the module.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct LocalShape {
+pub(crate) struct LocalSizes {
     pub batch: usize,
     pub tokens: usize,
     pub share_tokens: usize,
@@ -132,7 +132,7 @@ pub(crate) struct Work {
     pub d_normed: View,
 }
 
-impl LocalShape {
+impl LocalSizes {
     fn new(config: &TrainConfig, groups: &ProcessGroups) -> Self {
         let model = &config.model;
         let tp = groups.size(GroupKind::Tp) as usize;
@@ -156,7 +156,7 @@ impl LocalShape {
             Numerics::Fast => (Accumulate::Float, Accumulate::Float, fast_tile(config, groups)),
         };
         let (leaf, bits) = config.numerics.loss();
-        LocalShape {
+        LocalSizes {
             batch,
             tokens,
             share_tokens,
@@ -202,7 +202,7 @@ fn fast_tile(config: &TrainConfig, groups: &ProcessGroups) -> usize {
 impl Model {
     /// Declares the buffers of the program for the rank behind `groups`.
     pub(crate) fn new(config: &TrainConfig, groups: &ProcessGroups, buffers: &mut Buffers) -> Self {
-        let shape = LocalShape::new(config, groups);
+        let sizes = LocalSizes::new(config, groups);
         let table = ParamTable::new(config);
         let seq = config.parallel.seq_length() as usize;
         let held: Vec<Vec<u64>> = (groups.members(GroupKind::Cp).iter())
@@ -210,9 +210,9 @@ impl Model {
             .collect();
         let mut declare =
             |name: &str, dtype, rows, cols| buffers.declare(name, Lifetime::Transient, dtype, rows, cols);
-        let dtype = shape.dtype;
-        let (m, ms, h) = (shape.tokens, shape.share_tokens, shape.hidden);
-        let d = shape.heads.head_dim;
+        let dtype = sizes.dtype;
+        let (m, ms, h) = (sizes.tokens, sizes.share_tokens, sizes.hidden);
+        let d = sizes.heads.head_dim;
         let inputs = Inputs {
             tokens: declare("tokens", DType::I32, m, 1),
             targets: declare("targets", DType::I32, m, 1),
@@ -226,7 +226,7 @@ impl Model {
         };
         let mut of_share = |share: &str, full: &str| {
             let full = declare(full, dtype, m, h);
-            let share = if shape.sequence_parallel { declare(share, dtype, ms, h) } else { full };
+            let share = if sizes.sequence_parallel { declare(share, dtype, ms, h) } else { full };
             (share, full)
         };
         let (normed, normed_full) = of_share("normed", "normed_full");
@@ -238,7 +238,7 @@ impl Model {
             normed_full,
             partial,
             delta,
-            tree: (0..shape.blocks.ilog2())
+            tree: (0..sizes.blocks.ilog2())
                 .map(|level| declare(&format!("tree.{level}"), dtype, m, h))
                 .collect(),
             d_residual: declare("d_residual", dtype, ms, h),
@@ -261,21 +261,21 @@ impl Model {
             .map(|(at, (params, [attention_norm, mlp_norm]))| Layer {
                 params: *params,
                 attention_norm,
-                attention: attention::Saved::new(&shape, at, buffers),
+                attention: attention::Saved::new(&sizes, at, buffers),
                 mlp_norm,
-                mlp: mlp::Saved::new(&shape, at, buffers),
+                mlp: mlp::Saved::new(&sizes, at, buffers),
             })
             .collect();
-        let kv = GatheredKv::new(buffers, shape.batch, &held, shape.heads.kv_cols(), dtype, shape.add_kv);
-        let attention = Attention::new(&shape, kv, buffers);
-        let mlp = Mlp::new(&shape, buffers);
-        let loss = Loss::new(&shape, buffers);
-        Model { shape, table, layers, inputs, work, attention, mlp, loss, final_saved }
+        let kv = GatheredKv::new(buffers, sizes.batch, &held, sizes.heads.kv_cols(), dtype, sizes.add_kv);
+        let attention = Attention::new(&sizes, kv, buffers);
+        let mlp = Mlp::new(&sizes, buffers);
+        let loss = Loss::new(&sizes, buffers);
+        Model { sizes, table, layers, inputs, work, attention, mlp, loss, final_saved }
     }
 
     /// This rank's sizes.
-    pub(crate) fn shape(&self) -> &LocalShape {
-        &self.shape
+    pub(crate) fn sizes(&self) -> &LocalSizes {
+        &self.sizes
     }
 
     /// The parameters.
@@ -284,105 +284,116 @@ impl Model {
     }
 
     /// Forward and backward of one micro-batch: adds to every gradient and to `loss_sum`, I64 `[1, 1]`.
-    pub(crate) fn run(&self, cx: &mut Cx, batch: &MicroBatch, loss_sum: View) -> Result<(), StepError> {
-        self.upload(cx, batch)?;
-        self.forward(cx)?;
-        self.loss.run(cx, self, loss_sum)?;
-        self.backward(cx)?;
-        cx.weights.drain(cx.be, cx.comms)
+    pub(crate) fn run(
+        &self,
+        machine: &mut Machine,
+        batch: &MicroBatch,
+        loss_sum: View,
+    ) -> Result<(), StepError> {
+        self.upload(machine, batch)?;
+        self.forward(machine)?;
+        self.loss.run(machine, self, loss_sum)?;
+        self.backward(machine)?;
+        machine.weights.drain(machine.be, machine.comms)
     }
 
     /// Forward alone: this rank's columns of the logits of its own tokens, `[M, Vl]`, without those that are padding.
-    pub(crate) fn logits(&self, cx: &mut Cx, batch: &MicroBatch) -> Result<View, StepError> {
-        self.upload(cx, batch)?;
-        self.forward(cx)?;
-        self.loss.project(cx, self)?;
-        cx.weights.rewind(cx.be, cx.comms)?;
-        Ok(self.loss.logits.col_range(0, self.shape.vocab_valid))
+    pub(crate) fn logits(&self, machine: &mut Machine, batch: &MicroBatch) -> Result<View, StepError> {
+        self.upload(machine, batch)?;
+        self.forward(machine)?;
+        self.loss.project(machine, self)?;
+        machine.weights.rewind(machine.be, machine.comms)?;
+        Ok(self.loss.logits.col_range(0, self.sizes.vocab_valid))
     }
 
-    fn upload(&self, cx: &mut Cx, batch: &MicroBatch) -> Result<(), StepError> {
-        cx.be.upload(self.inputs.tokens, bytemuck::cast_slice(&batch.tokens))?;
-        cx.be.upload(self.inputs.targets, bytemuck::cast_slice(&batch.targets))?;
-        cx.be.upload(self.inputs.weights, bytemuck::cast_slice(&batch.weights))?;
-        cx.be.upload(self.inputs.positions, bytemuck::cast_slice(&batch.positions))?;
-        cx.be.upload(self.inputs.samples, bytemuck::cast_slice(&batch.samples))?;
+    fn upload(&self, machine: &mut Machine, batch: &MicroBatch) -> Result<(), StepError> {
+        machine.be.upload(self.inputs.tokens, bytemuck::cast_slice(&batch.tokens))?;
+        machine.be.upload(self.inputs.targets, bytemuck::cast_slice(&batch.targets))?;
+        machine.be.upload(self.inputs.weights, bytemuck::cast_slice(&batch.weights))?;
+        machine.be.upload(self.inputs.positions, bytemuck::cast_slice(&batch.positions))?;
+        machine.be.upload(self.inputs.samples, bytemuck::cast_slice(&batch.samples))?;
         if let Some(Rope { table, values }) = &self.inputs.rope {
-            cx.be.upload(*table, bytemuck::cast_slice(values))?;
+            machine.be.upload(*table, bytemuck::cast_slice(values))?;
         }
-        self.attention.kv.upload(cx)
+        self.attention.kv.upload(machine)
     }
 
     /// Up to the final norm's output for all local tokens, in `work.normed_full`.
-    fn forward(&self, cx: &mut Cx) -> Result<(), StepError> {
+    fn forward(&self, machine: &mut Machine) -> Result<(), StepError> {
         let work = &self.work;
-        let table = cx.weights.acquire(cx.be, cx.comms, self.table.embedding)?;
-        let first_row = self.shape.vocab_first_row as i32;
-        cx.run(Op::Embed {
+        let table = machine.weights.acquire(machine.be, machine.comms, self.table.embedding)?;
+        let first_row = self.sizes.vocab_first_row as i32;
+        machine.run(Op::Embed {
             tokens: self.inputs.tokens,
             table,
             first_row,
             out: work.partial,
             accumulate: false,
         })?;
-        reduce_tokens(cx, "embedding.reduce", work.partial, work.delta)?;
+        reduce_tokens(machine, "embedding.reduce", work.partial, work.delta)?;
         if let Some(positions) = self.table.positions {
-            let table = cx.weights.home(positions).weight;
-            let tokens = self.shape.share(self.inputs.positions);
-            cx.run(Op::Embed { tokens, table, first_row: 0, out: work.delta, accumulate: true })?;
+            let table = machine.weights.home(positions).weight;
+            let tokens = self.sizes.share(self.inputs.positions);
+            machine.run(Op::Embed { tokens, table, first_row: 0, out: work.delta, accumulate: true })?;
         }
-        self.hidden_dropout(cx, work.delta, 0, HiddenSite::Embedding)?;
+        self.hidden_dropout(machine, work.delta, 0, HiddenSite::Embedding)?;
         let mut residual = None;
         for (at, layer) in self.layers.iter().enumerate() {
             let p = &layer.params;
-            self.norm(cx, residual, p.input_norm, &layer.attention_norm, "attention.gather_tokens")?;
-            self.attention.forward(cx, self, at as u32, p, &layer.attention)?;
-            reduce_tokens(cx, "attention.reduce", work.partial, work.delta)?;
-            self.add_bias(cx, p.proj.bias, work.delta)?;
-            self.hidden_dropout(cx, work.delta, at, HiddenSite::Attention)?;
-            self.norm(cx, Some(&layer.attention_norm), p.mlp_norm, &layer.mlp_norm, "mlp.gather_tokens")?;
-            self.mlp.forward(cx, self, p, &layer.mlp)?;
-            reduce_tokens(cx, "mlp.reduce", work.partial, work.delta)?;
-            self.add_bias(cx, p.fc2.bias, work.delta)?;
-            self.hidden_dropout(cx, work.delta, at, HiddenSite::Mlp)?;
+            self.norm(machine, residual, p.input_norm, &layer.attention_norm, "attention.gather_tokens")?;
+            self.attention.forward(machine, self, at as u32, p, &layer.attention)?;
+            reduce_tokens(machine, "attention.reduce", work.partial, work.delta)?;
+            self.add_bias(machine, p.proj.bias, work.delta)?;
+            self.hidden_dropout(machine, work.delta, at, HiddenSite::Attention)?;
+            self.norm(
+                machine,
+                Some(&layer.attention_norm),
+                p.mlp_norm,
+                &layer.mlp_norm,
+                "mlp.gather_tokens",
+            )?;
+            self.mlp.forward(machine, self, p, &layer.mlp)?;
+            reduce_tokens(machine, "mlp.reduce", work.partial, work.delta)?;
+            self.add_bias(machine, p.fc2.bias, work.delta)?;
+            self.hidden_dropout(machine, work.delta, at, HiddenSite::Mlp)?;
             residual = Some(&layer.mlp_norm);
         }
-        self.norm(cx, residual, self.table.final_norm, &self.final_saved, "output.gather_tokens")
+        self.norm(machine, residual, self.table.final_norm, &self.final_saved, "output.gather_tokens")
     }
 
     /// From the gradient of the final norm's output, partial over TP in `work.d_normed_partial`.
-    fn backward(&self, cx: &mut Cx) -> Result<(), StepError> {
+    fn backward(&self, machine: &mut Machine) -> Result<(), StepError> {
         let work = &self.work;
-        reduce_tokens(cx, "output.reduce_grad", work.d_normed_partial, work.d_normed)?;
-        self.norm_backward(cx, self.table.final_norm, &self.final_saved, false)?;
+        reduce_tokens(machine, "output.reduce_grad", work.d_normed_partial, work.d_normed)?;
+        self.norm_backward(machine, self.table.final_norm, &self.final_saved, false)?;
         for (at, layer) in self.layers.iter().enumerate().rev() {
             let p = &layer.params;
-            self.block_grad(cx, at, HiddenSite::Mlp, "mlp.gather_grad")?;
-            self.bias_grad(cx, p.fc2.bias, work.d_delta)?;
-            self.mlp.backward_output(cx, self, p, &layer.mlp)?;
-            self.norm_again(cx, p.mlp_norm, &layer.mlp_norm, "mlp.gather_tokens_again")?;
-            self.mlp.backward_input(cx, self, p)?;
-            reduce_tokens(cx, "mlp.reduce_grad", work.d_normed_partial, work.d_normed)?;
-            self.norm_backward(cx, p.mlp_norm, &layer.mlp_norm, true)?;
+            self.block_grad(machine, at, HiddenSite::Mlp, "mlp.gather_grad")?;
+            self.bias_grad(machine, p.fc2.bias, work.d_delta)?;
+            self.mlp.backward_output(machine, self, p, &layer.mlp)?;
+            self.norm_again(machine, p.mlp_norm, &layer.mlp_norm, "mlp.gather_tokens_again")?;
+            self.mlp.backward_input(machine, self, p)?;
+            reduce_tokens(machine, "mlp.reduce_grad", work.d_normed_partial, work.d_normed)?;
+            self.norm_backward(machine, p.mlp_norm, &layer.mlp_norm, true)?;
 
-            self.block_grad(cx, at, HiddenSite::Attention, "attention.gather_grad")?;
-            self.bias_grad(cx, p.proj.bias, work.d_delta)?;
-            self.attention.backward_output(cx, self, at as u32, p, &layer.attention)?;
-            self.norm_again(cx, p.input_norm, &layer.attention_norm, "attention.gather_tokens_again")?;
-            self.attention.backward_input(cx, self, p)?;
-            reduce_tokens(cx, "attention.reduce_grad", work.d_normed_partial, work.d_normed)?;
-            self.norm_backward(cx, p.input_norm, &layer.attention_norm, true)?;
+            self.block_grad(machine, at, HiddenSite::Attention, "attention.gather_grad")?;
+            self.bias_grad(machine, p.proj.bias, work.d_delta)?;
+            self.attention.backward_output(machine, self, at as u32, p, &layer.attention)?;
+            self.norm_again(machine, p.input_norm, &layer.attention_norm, "attention.gather_tokens_again")?;
+            self.attention.backward_input(machine, self, p)?;
+            reduce_tokens(machine, "attention.reduce_grad", work.d_normed_partial, work.d_normed)?;
+            self.norm_backward(machine, p.input_norm, &layer.attention_norm, true)?;
         }
-        self.block_grad(cx, 0, HiddenSite::Embedding, "embedding.gather_grad")?;
-        let add = self.shape.add;
+        self.block_grad(machine, 0, HiddenSite::Embedding, "embedding.gather_grad")?;
+        let add = self.sizes.add;
         if let Some(positions) = self.table.positions {
-            let (tokens, d_out) = (self.shape.share(self.inputs.positions), work.d_delta);
-            let acc = cx.weights.home(positions).grad;
-            cx.run(Op::EmbedBackward { tokens, d_out, first_row: 0, acc, add })?;
+            let (tokens, d_out) = (self.sizes.share(self.inputs.positions), work.d_delta);
+            let acc = machine.weights.home(positions).grad;
+            machine.run(Op::EmbedBackward { tokens, d_out, first_row: 0, acc, add })?;
         }
         let (tokens, d_out) = (self.inputs.tokens, work.d_delta_full);
-        let first_row = self.shape.vocab_first_row as i32;
-        cx.weights.add_grad(cx.be, cx.comms, self.table.embedding, |acc| Op::EmbedBackward {
+        let first_row = self.sizes.vocab_first_row as i32;
+        machine.weights.add_grad(machine.be, machine.comms, self.table.embedding, |acc| Op::EmbedBackward {
             tokens,
             d_out,
             first_row,
@@ -394,7 +405,7 @@ impl Model {
     /// Residual plus `work.delta`, and its norm for all local tokens. Without a residual, `delta` alone is the stream.
     fn norm(
         &self,
-        cx: &mut Cx,
+        machine: &mut Machine,
         residual: Option<&NormSaved>,
         norm: Affine,
         saved: &NormSaved,
@@ -405,43 +416,49 @@ impl Model {
             Some(residual) => (residual.sum, Some(work.delta)),
             None => (work.delta, None),
         };
-        let (gamma, center) = gain_and_center(cx, norm, saved);
+        let (gamma, center) = gain_and_center(machine, norm, saved);
         let (sum, rstd) = (saved.sum, saved.rstd);
-        cx.run(Op::AddNorm {
+        machine.run(Op::AddNorm {
             x,
             delta,
             gamma,
             center,
-            eps: self.shape.norm_eps,
+            eps: self.sizes.norm_eps,
             sum,
             rstd,
             out: work.normed,
         })?;
-        gather_tokens(cx, site, work.normed, work.normed_full)
+        gather_tokens(machine, site, work.normed, work.normed_full)
     }
 
     /// The norm's output once more, for the gradient of the weight that read it.
     fn norm_again(
         &self,
-        cx: &mut Cx,
+        machine: &mut Machine,
         norm: Affine,
         saved: &NormSaved,
         site: &'static str,
     ) -> Result<(), StepError> {
-        let (gamma, center) = gain_and_center(cx, norm, saved);
-        cx.run(Op::NormApply { sum: saved.sum, rstd: saved.rstd, gamma, center, out: self.work.normed })?;
-        gather_tokens(cx, site, self.work.normed, self.work.normed_full)
+        let (gamma, center) = gain_and_center(machine, norm, saved);
+        machine.run(Op::NormApply {
+            sum: saved.sum,
+            rstd: saved.rstd,
+            gamma,
+            center,
+            out: self.work.normed,
+        })?;
+        gather_tokens(machine, site, self.work.normed, self.work.normed_full)
     }
 
     fn norm_backward(
         &self,
-        cx: &mut Cx,
+        machine: &mut Machine,
         norm: Affine,
         saved: &NormSaved,
         accumulate: bool,
     ) -> Result<(), StepError> {
-        let home = cx.weights.home(norm.weight);
-        cx.run(Op::NormBackward {
+        let home = machine.weights.home(norm.weight);
+        machine.run(Op::NormBackward {
             d_out: self.work.d_normed,
             sum: saved.sum,
             mean: saved.mean,
@@ -450,61 +467,67 @@ impl Model {
             d_sum: self.work.d_residual,
             accumulate,
             d_gamma: home.grad,
-            add: self.shape.add,
+            add: self.sizes.add,
         })?;
-        self.bias_grad(cx, norm.bias, self.work.d_normed)
+        self.bias_grad(machine, norm.bias, self.work.d_normed)
     }
 
-    fn add_bias(&self, cx: &mut Cx, bias: Option<ParamId>, x: View) -> Result<(), StepError> {
+    fn add_bias(&self, machine: &mut Machine, bias: Option<ParamId>, x: View) -> Result<(), StepError> {
         let Some(bias) = bias else { return Ok(()) };
-        Ok(cx.run(Op::AddBias { bias: cx.weights.home(bias).weight, x })?)
+        Ok(machine.run(Op::AddBias { bias: machine.weights.home(bias).weight, x })?)
     }
 
     /// Adds to the gradient of a bias; `d_out` is that of what it was added to.
-    fn bias_grad(&self, cx: &mut Cx, bias: Option<ParamId>, d_out: View) -> Result<(), StepError> {
+    fn bias_grad(&self, machine: &mut Machine, bias: Option<ParamId>, d_out: View) -> Result<(), StepError> {
         let Some(bias) = bias else { return Ok(()) };
-        let (acc, add) = (cx.weights.home(bias).grad, self.shape.add);
-        Ok(cx.run(Op::SumRows { x: d_out, acc, add })?)
+        let (acc, add) = (machine.weights.home(bias).grad, self.sizes.add);
+        Ok(machine.run(Op::SumRows { x: d_out, acc, add })?)
     }
 
     /// Rotates the queries and keys of `qkv`, or rotates them back, if positions are rotary.
-    fn rotate(&self, cx: &mut Cx, qkv: View, inverse: bool) -> Result<(), StepError> {
+    fn rotate(&self, machine: &mut Machine, qkv: View, inverse: bool) -> Result<(), StepError> {
         let Some(Rope { table, .. }) = &self.inputs.rope else { return Ok(()) };
-        let (positions, heads) = (self.inputs.positions, self.shape.heads);
-        Ok(cx.run(Op::Rope { qkv, positions, table: *table, heads, inverse })?)
+        let (positions, heads) = (self.inputs.positions, self.sizes.heads);
+        Ok(machine.run(Op::Rope { qkv, positions, table: *table, heads, inverse })?)
     }
 
     /// The gradient of a block's output for all local tokens, in `work.d_delta_full`.
     fn block_grad(
         &self,
-        cx: &mut Cx,
+        machine: &mut Machine,
         layer: usize,
         site: HiddenSite,
         call: &'static str,
     ) -> Result<(), StepError> {
-        cx.run(Op::Copy { src: self.work.d_residual, dst: self.work.d_delta })?;
-        self.hidden_dropout(cx, self.work.d_delta, layer, site)?;
-        gather_tokens(cx, call, self.work.d_delta, self.work.d_delta_full)
+        machine.run(Op::Copy { src: self.work.d_residual, dst: self.work.d_delta })?;
+        self.hidden_dropout(machine, self.work.d_delta, layer, site)?;
+        gather_tokens(machine, call, self.work.d_delta, self.work.d_delta_full)
     }
 
-    fn hidden_dropout(&self, cx: &mut Cx, x: View, layer: usize, site: HiddenSite) -> Result<(), StepError> {
-        if self.shape.hidden_dropout == 0.0 || !cx.drops {
+    fn hidden_dropout(
+        &self,
+        machine: &mut Machine,
+        x: View,
+        layer: usize,
+        site: HiddenSite,
+    ) -> Result<(), StepError> {
+        if self.sizes.hidden_dropout == 0.0 || !machine.drops {
             return Ok(());
         }
-        let dropout = self.dropout(self.shape.hidden_dropout, layer as u32);
+        let dropout = self.dropout(self.sizes.hidden_dropout, layer as u32);
         let (samples, positions) =
-            (self.shape.share(self.inputs.samples), self.shape.share(self.inputs.positions));
-        Ok(cx.run(Op::Dropout { x, samples, positions, dropout, site })?)
+            (self.sizes.share(self.inputs.samples), self.sizes.share(self.inputs.positions));
+        Ok(machine.run(Op::Dropout { x, samples, positions, dropout, site })?)
     }
 
     fn dropout(&self, p: f32, layer: u32) -> Dropout {
-        Dropout { p, seed: self.shape.seed, layer }
+        Dropout { p, seed: self.sizes.seed, layer }
     }
 }
 
 /// The gain of a norm, and what it has beside it about the mean.
-fn gain_and_center(cx: &Cx, norm: Affine, saved: &NormSaved) -> (View, Option<Center>) {
-    let home = |param| cx.weights.home(param).weight;
+fn gain_and_center(machine: &Machine, norm: Affine, saved: &NormSaved) -> (View, Option<Center>) {
+    let home = |param| machine.weights.home(param).weight;
     let center = norm.bias.zip(saved.mean).map(|(beta, mean)| Center { mean, beta: home(beta) });
     (home(norm.weight), center)
 }

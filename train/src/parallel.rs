@@ -60,7 +60,7 @@ impl Comms {
 }
 
 /// What a program runs on.
-pub(crate) struct Cx<'a> {
+pub(crate) struct Machine<'a> {
     pub be: &'a mut dyn Backend,
     pub comms: &'a Comms,
     pub weights: &'a mut WeightStore,
@@ -70,7 +70,7 @@ pub(crate) struct Cx<'a> {
     pub drops: bool,
 }
 
-impl Cx<'_> {
+impl Machine<'_> {
     pub(crate) fn run(&mut self, op: Op) -> Result<(), BackendError> {
         self.be.run(op)
     }

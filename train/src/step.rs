@@ -9,7 +9,7 @@ use crate::model::params::{Init, ParamDecl, ParamTable};
 use crate::model::{MicroBatch, Model};
 use crate::optim::{Optimizer, Update, WholeGrads};
 use crate::parallel::weight::{ParamHome, WeightStore};
-use crate::parallel::{Comms, Cx, StepError};
+use crate::parallel::{Comms, Machine, StepError};
 use crate::rng::init_normal;
 use crate::state::{RunState, Streams};
 use half::bf16;
@@ -108,7 +108,7 @@ pub struct ParamGroups {
 impl Program {
     fn new(config: &TrainConfig, groups: &ProcessGroups, buffers: &mut Buffers) -> Result<Self, BuildError> {
         let model = Model::new(config, groups, buffers);
-        let (dtype, acc) = (config.precision.dtype(), model.shape().add.dtype());
+        let (dtype, acc) = (config.precision.dtype(), model.sizes().add.dtype());
         let homes = Homes::new(model.table(), groups, dtype, acc, buffers)?;
         let whole_grads = WholeGrads {
             over_gtp: homes.whole_grads,
@@ -139,8 +139,9 @@ impl Program {
         batch: &MicroBatch,
     ) -> Result<(), StepError> {
         let loss_sum = self.stats.col_range(0, 1);
-        let cx = &mut Cx { be, comms, weights: &mut self.weights, tp_sum: self.tp_sum, drops: true };
-        self.model.run(cx, batch, loss_sum)
+        let machine =
+            &mut Machine { be, comms, weights: &mut self.weights, tp_sum: self.tp_sum, drops: true };
+        self.model.run(machine, batch, loss_sum)
     }
 
     /// The sum of all weighted token losses, and the count it is divided by.
@@ -396,7 +397,7 @@ impl Trainer {
     pub fn logits(&mut self, batch: &MicroBatch) -> Result<Vec<f32>, StepError> {
         let Trainer { comms, be, program, .. } = self;
         let (be, weights, tp_sum) = (be.as_mut(), &mut program.weights, program.tp_sum);
-        let own = program.model.logits(&mut Cx { be, comms, weights, tp_sum, drops: false }, batch)?;
+        let own = program.model.logits(&mut Machine { be, comms, weights, tp_sum, drops: false }, batch)?;
         let mut bytes = vec![0; own.size_bytes()];
         // A shard of the vocabulary may be nothing but padding.
         if own.numel() > 0 {

@@ -1,11 +1,11 @@
 //! The output layer and the cross-entropy over a vocabulary that TP cuts: between its three phases lie a maximum, a sum and
 //! the owner's logit over `tp`. Gradients follow the sum convention: they belong to the sum of the weighted token losses.
 
-use super::{LocalShape, Model};
+use super::{LocalSizes, Model};
 use crate::backend::{Buffers, Lifetime, Op, View};
 use crate::comm::{Reduce, Site};
 use crate::parallel::tensor::sum_blocks;
-use crate::parallel::{Cx, StepError};
+use crate::parallel::{Machine, StepError};
 use mesh::DType;
 
 /// Buffers of the loss.
@@ -20,11 +20,11 @@ pub(super) struct Loss {
 }
 
 impl Loss {
-    pub(super) fn new(shape: &LocalShape, buffers: &mut Buffers) -> Self {
+    pub(super) fn new(sizes: &LocalSizes, buffers: &mut Buffers) -> Self {
         let mut declare =
-            |name: &str, dtype, cols| buffers.declare(name, Lifetime::Transient, dtype, shape.tokens, cols);
+            |name: &str, dtype, cols| buffers.declare(name, Lifetime::Transient, dtype, sizes.tokens, cols);
         Loss {
-            logits: declare("logits", shape.dtype, shape.vocab),
+            logits: declare("logits", sizes.dtype, sizes.vocab),
             max: declare("loss.max", DType::F32, 1),
             sum: declare("loss.sum", DType::F32, 1),
             picked: declare("loss.picked", DType::F32, 1),
@@ -33,42 +33,47 @@ impl Loss {
     }
 
     /// From `work.normed_full` to the logits; gives the output layer's weight.
-    pub(super) fn project(&self, cx: &mut Cx, model: &Model) -> Result<View, StepError> {
-        let w = cx.weights.acquire(cx.be, cx.comms, model.table.output)?;
+    pub(super) fn project(&self, machine: &mut Machine, model: &Model) -> Result<View, StepError> {
+        let w = machine.weights.acquire(machine.be, machine.comms, model.table.output)?;
         let (x, out) = (model.work.normed_full, self.logits);
-        cx.run(Op::Linear { x, w, bias: None, out, accumulate: false })?;
+        machine.run(Op::Linear { x, w, bias: None, out, accumulate: false })?;
         Ok(w)
     }
 
     /// From `work.normed_full` to `work.d_normed_partial`; adds to the output layer's gradient and to `loss_sum`.
-    pub(super) fn run(&self, cx: &mut Cx, model: &Model, loss_sum: View) -> Result<(), StepError> {
-        let Model { shape, inputs, work, table, .. } = model;
-        let (x, logits, valid) = (work.normed_full, self.logits, shape.vocab_valid);
-        let (target, first_col) = (inputs.targets, shape.vocab_first_row as i32);
-        let block_rows = shape.vocab / shape.blocks;
-        let add = shape.add;
+    pub(super) fn run(&self, machine: &mut Machine, model: &Model, loss_sum: View) -> Result<(), StepError> {
+        let Model { sizes, inputs, work, table, .. } = model;
+        let (x, logits, valid) = (work.normed_full, self.logits, sizes.vocab_valid);
+        let (target, first_col) = (inputs.targets, sizes.vocab_first_row as i32);
+        let block_rows = sizes.vocab / sizes.blocks;
+        let add = sizes.add;
 
-        let w = self.project(cx, model)?;
-        cx.run(Op::CeMax { logits, valid, max: self.max })?;
-        over_tp(cx, "loss.max", Reduce::Max, self.max)?;
+        let w = self.project(machine, model)?;
+        machine.run(Op::CeMax { logits, valid, max: self.max })?;
+        over_tp(machine, "loss.max", Reduce::Max, self.max)?;
         let (max, sum, picked) = (self.max, self.sum, self.picked);
-        cx.run(Op::CeSum { logits, max, target, first_col, valid, block: block_rows, sum, picked })?;
-        over_tp(cx, "loss.sum", cx.tp_sum, sum)?;
-        over_tp(cx, "loss.picked", cx.tp_sum, picked)?;
+        machine.run(Op::CeSum { logits, max, target, first_col, valid, block: block_rows, sum, picked })?;
+        over_tp(machine, "loss.sum", machine.tp_sum, sum)?;
+        over_tp(machine, "loss.picked", machine.tp_sum, picked)?;
         let (weight, loss) = (inputs.weights, self.loss);
-        cx.run(Op::CeGrad { logits, max, sum, picked, target, weight, first_col, valid, loss })?;
-        cx.run(Op::SumRows { x: loss, acc: loss_sum, add: shape.add_loss })?;
+        machine.run(Op::CeGrad { logits, max, sum, picked, target, weight, first_col, valid, loss })?;
+        machine.run(Op::SumRows { x: loss, acc: loss_sum, add: sizes.add_loss })?;
 
-        sum_blocks(cx.be, 0..shape.blocks, work.d_normed_partial, &work.tree, &mut |be, block, d_x| {
+        sum_blocks(machine.be, 0..sizes.blocks, work.d_normed_partial, &work.tree, &mut |be, block, d_x| {
             let (lo, hi) = (block * block_rows, (block + 1) * block_rows);
             let (d_out, w) = (logits.col_range(lo, hi), w.row_range(lo, hi));
             be.run(Op::LinearDx { d_out, w, d_x, accumulate: false })
         })?;
-        cx.weights.add_grad(cx.be, cx.comms, table.output, |acc| Op::LinearDw { d_out: logits, x, acc, add })
+        machine.weights.add_grad(machine.be, machine.comms, table.output, |acc| Op::LinearDw {
+            d_out: logits,
+            x,
+            acc,
+            add,
+        })
     }
 }
 
-fn over_tp(cx: &mut Cx, site: Site, reduce: Reduce, buf: View) -> Result<(), StepError> {
-    let ticket = cx.comms.tp.all_reduce(cx.be, site, reduce, buf)?;
-    Ok(cx.comms.tp.wait(cx.be, ticket)?)
+fn over_tp(machine: &mut Machine, site: Site, reduce: Reduce, buf: View) -> Result<(), StepError> {
+    let ticket = machine.comms.tp.all_reduce(machine.be, site, reduce, buf)?;
+    Ok(machine.comms.tp.wait(machine.be, ticket)?)
 }

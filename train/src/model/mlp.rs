@@ -1,9 +1,9 @@
 //! The feed-forward block: projection up, for SwiGLU of gate and up fused, activation, projection down.
 
-use super::{LocalShape, Model, params::LayerParams};
+use super::{LocalSizes, Model, params::LayerParams};
 use crate::backend::{Buffers, Lifetime, Op, View};
 use crate::parallel::tensor::sum_blocks;
-use crate::parallel::{Cx, StepError};
+use crate::parallel::{Machine, StepError};
 
 /// Scratch of the block.
 pub(super) struct Mlp {
@@ -20,39 +20,43 @@ pub(super) struct Saved {
 }
 
 impl Saved {
-    pub(super) fn new(shape: &LocalShape, layer: usize, buffers: &mut Buffers) -> Self {
-        let (name, cols) = (format!("{layer}.projected"), shape.activation.inputs() * shape.ffn);
-        Saved { projected: buffers.declare(name, Lifetime::Transient, shape.dtype, shape.tokens, cols) }
+    pub(super) fn new(sizes: &LocalSizes, layer: usize, buffers: &mut Buffers) -> Self {
+        let (name, cols) = (format!("{layer}.projected"), sizes.activation.inputs() * sizes.ffn);
+        Saved { projected: buffers.declare(name, Lifetime::Transient, sizes.dtype, sizes.tokens, cols) }
     }
 }
 
 impl Mlp {
-    pub(super) fn new(shape: &LocalShape, buffers: &mut Buffers) -> Self {
+    pub(super) fn new(sizes: &LocalSizes, buffers: &mut Buffers) -> Self {
         let mut declare =
-            |name: &str, cols| buffers.declare(name, Lifetime::Transient, shape.dtype, shape.tokens, cols);
+            |name: &str, cols| buffers.declare(name, Lifetime::Transient, sizes.dtype, sizes.tokens, cols);
         Mlp {
-            activated: declare("activated", shape.ffn),
-            d_activated: declare("d_activated", shape.ffn),
-            d_projected: declare("d_projected", shape.activation.inputs() * shape.ffn),
+            activated: declare("activated", sizes.ffn),
+            d_activated: declare("d_activated", sizes.ffn),
+            d_projected: declare("d_projected", sizes.activation.inputs() * sizes.ffn),
         }
     }
 
     /// From `work.normed_full` to `work.partial`.
     pub(super) fn forward(
         &self,
-        cx: &mut Cx,
+        machine: &mut Machine,
         model: &Model,
         params: &LayerParams,
         saved: &Saved,
     ) -> Result<(), StepError> {
-        let Model { shape, work, .. } = model;
-        let w = cx.weights.acquire(cx.be, cx.comms, params.fc1.weight)?;
-        let bias = params.fc1.bias.map(|bias| cx.weights.home(bias).weight);
-        cx.run(Op::Linear { x: work.normed_full, w, bias, out: saved.projected, accumulate: false })?;
-        cx.run(Op::Activate { activation: shape.activation, x: saved.projected, out: self.activated })?;
-        let w = cx.weights.acquire(cx.be, cx.comms, params.fc2.weight)?;
-        let cols = shape.ffn / shape.blocks;
-        Ok(sum_blocks(cx.be, 0..shape.blocks, work.partial, &work.tree, &mut |be, block, out| {
+        let Model { sizes, work, .. } = model;
+        let w = machine.weights.acquire(machine.be, machine.comms, params.fc1.weight)?;
+        let bias = params.fc1.bias.map(|bias| machine.weights.home(bias).weight);
+        machine.run(Op::Linear { x: work.normed_full, w, bias, out: saved.projected, accumulate: false })?;
+        machine.run(Op::Activate {
+            activation: sizes.activation,
+            x: saved.projected,
+            out: self.activated,
+        })?;
+        let w = machine.weights.acquire(machine.be, machine.comms, params.fc2.weight)?;
+        let cols = sizes.ffn / sizes.blocks;
+        Ok(sum_blocks(machine.be, 0..sizes.blocks, work.partial, &work.tree, &mut |be, block, out| {
             let (lo, hi) = (block * cols, (block + 1) * cols);
             let (x, w) = (self.activated.col_range(lo, hi), w.col_range(lo, hi));
             be.run(Op::Linear { x, w, bias: None, out, accumulate: false })
@@ -63,48 +67,57 @@ impl Mlp {
     /// the activation.
     pub(super) fn backward_output(
         &self,
-        cx: &mut Cx,
+        machine: &mut Machine,
         model: &Model,
         params: &LayerParams,
         saved: &Saved,
     ) -> Result<(), StepError> {
-        let Model { shape, work, .. } = model;
+        let Model { sizes, work, .. } = model;
         let d_block = work.d_delta_full;
-        let w = cx.weights.acquire(cx.be, cx.comms, params.fc2.weight)?;
-        cx.run(Op::LinearDx { d_out: d_block, w, d_x: self.d_activated, accumulate: false })?;
-        cx.run(Op::Activate { activation: shape.activation, x: saved.projected, out: self.activated })?;
-        let (x, add) = (self.activated, shape.add);
-        cx.weights.add_grad(cx.be, cx.comms, params.fc2.weight, |acc| Op::LinearDw {
+        let w = machine.weights.acquire(machine.be, machine.comms, params.fc2.weight)?;
+        machine.run(Op::LinearDx { d_out: d_block, w, d_x: self.d_activated, accumulate: false })?;
+        machine.run(Op::Activate {
+            activation: sizes.activation,
+            x: saved.projected,
+            out: self.activated,
+        })?;
+        let (x, add) = (self.activated, sizes.add);
+        machine.weights.add_grad(machine.be, machine.comms, params.fc2.weight, |acc| Op::LinearDw {
             d_out: d_block,
             x,
             acc,
             add,
         })?;
-        let (activation, d_out, x) = (shape.activation, self.d_activated, saved.projected);
-        cx.run(Op::ActivateBackward { activation, d_out, x, d_x: self.d_projected })?;
-        model.bias_grad(cx, params.fc1.bias, self.d_projected)
+        let (activation, d_out, x) = (sizes.activation, self.d_activated, saved.projected);
+        machine.run(Op::ActivateBackward { activation, d_out, x, d_x: self.d_projected })?;
+        model.bias_grad(machine, params.fc1.bias, self.d_projected)
     }
 
     /// From there to `work.d_normed_partial`; the weight's gradient, with its input in `work.normed_full`.
     pub(super) fn backward_input(
         &self,
-        cx: &mut Cx,
+        machine: &mut Machine,
         model: &Model,
         params: &LayerParams,
     ) -> Result<(), StepError> {
-        let Model { shape, work, .. } = model;
-        let w = cx.weights.acquire(cx.be, cx.comms, params.fc1.weight)?;
-        let rows = shape.ffn / shape.blocks;
-        sum_blocks(cx.be, 0..shape.blocks, work.d_normed_partial, &work.tree, &mut |be, block, d_x| {
+        let Model { sizes, work, .. } = model;
+        let w = machine.weights.acquire(machine.be, machine.comms, params.fc1.weight)?;
+        let rows = sizes.ffn / sizes.blocks;
+        sum_blocks(machine.be, 0..sizes.blocks, work.d_normed_partial, &work.tree, &mut |be, block, d_x| {
             // A block is the same rows of gate and of up, which TP cuts apart.
-            for part in 0..shape.activation.inputs() {
-                let (lo, hi) = (part * shape.ffn + block * rows, part * shape.ffn + (block + 1) * rows);
+            for part in 0..sizes.activation.inputs() {
+                let (lo, hi) = (part * sizes.ffn + block * rows, part * sizes.ffn + (block + 1) * rows);
                 let (d_out, w) = (self.d_projected.col_range(lo, hi), w.row_range(lo, hi));
                 be.run(Op::LinearDx { d_out, w, d_x, accumulate: part > 0 })?;
             }
             Ok(())
         })?;
-        let (d_out, x, add) = (self.d_projected, work.normed_full, shape.add);
-        cx.weights.add_grad(cx.be, cx.comms, params.fc1.weight, |acc| Op::LinearDw { d_out, x, acc, add })
+        let (d_out, x, add) = (self.d_projected, work.normed_full, sizes.add);
+        machine.weights.add_grad(machine.be, machine.comms, params.fc1.weight, |acc| Op::LinearDw {
+            d_out,
+            x,
+            acc,
+            add,
+        })
     }
 }

@@ -1,7 +1,7 @@
 //! Context parallelism by gathered keys and values. Peers hold zigzag pieces of a sequence; keys and values are gathered and
 //! put into the order of positions, so that a query row meets the same keys in the same order under every degree.
 
-use super::{Cx, StepError};
+use super::{Machine, StepError};
 use crate::backend::{Accumulate, Buffers, Heads, Lifetime, Op, View};
 use crate::comm::{Reduce, Site};
 use mesh::DType;
@@ -92,21 +92,31 @@ impl GatheredKv {
     }
 
     /// Uploads the row orders; once a micro-batch.
-    pub(crate) fn upload(&self, cx: &mut Cx) -> Result<(), StepError> {
+    pub(crate) fn upload(&self, machine: &mut Machine) -> Result<(), StepError> {
         if let Some(exchange) = &self.exchange {
-            cx.be.upload(exchange.to_order, bytemuck::cast_slice(&exchange.to_order_rows))?;
-            cx.be.upload(exchange.from_order, bytemuck::cast_slice(&exchange.from_order_rows))?;
+            machine.be.upload(exchange.to_order, bytemuck::cast_slice(&exchange.to_order_rows))?;
+            machine.be.upload(exchange.from_order, bytemuck::cast_slice(&exchange.from_order_rows))?;
         }
         Ok(())
     }
 
     /// Fills `in_order` from the key and value heads of `qkv`.
-    pub(crate) fn gather(&self, cx: &mut Cx, site: Site, qkv: View, heads: Heads) -> Result<(), StepError> {
-        cx.run(Op::PackKv { qkv, kv: self.own, heads })?;
+    pub(crate) fn gather(
+        &self,
+        machine: &mut Machine,
+        site: Site,
+        qkv: View,
+        heads: Heads,
+    ) -> Result<(), StepError> {
+        machine.run(Op::PackKv { qkv, kv: self.own, heads })?;
         if let Some(exchange) = &self.exchange {
-            let ticket = cx.comms.cp.all_gather(cx.be, site, self.own, exchange.gathered)?;
-            cx.comms.cp.wait(cx.be, ticket)?;
-            cx.run(Op::GatherRows { src: exchange.gathered, index: exchange.to_order, dst: self.in_order })?;
+            let ticket = machine.comms.cp.all_gather(machine.be, site, self.own, exchange.gathered)?;
+            machine.comms.cp.wait(machine.be, ticket)?;
+            machine.run(Op::GatherRows {
+                src: exchange.gathered,
+                index: exchange.to_order,
+                dst: self.in_order,
+            })?;
         }
         Ok(())
     }
@@ -114,29 +124,29 @@ impl GatheredKv {
     /// Sums `d_in_order` over the peers and puts this rank's part into the key and value columns of `d_qkv`.
     pub(crate) fn scatter_grad(
         &self,
-        cx: &mut Cx,
+        machine: &mut Machine,
         d_qkv: View,
         heads: Heads,
         add: Accumulate,
     ) -> Result<(), StepError> {
         if let Some(exchange) = &self.exchange {
-            cx.run(Op::GatherRows {
+            machine.run(Op::GatherRows {
                 src: self.d_in_order,
                 index: exchange.from_order,
                 dst: exchange.d_gathered,
             })?;
-            let ticket = cx.comms.cp.reduce_scatter(
-                cx.be,
+            let ticket = machine.comms.cp.reduce_scatter(
+                machine.be,
                 "attention.scatter_kv_grad",
                 Reduce::of_accumulators(add.dtype()),
                 exchange.d_gathered,
                 self.d_own_sum,
             )?;
-            cx.comms.cp.wait(cx.be, ticket)?;
+            machine.comms.cp.wait(machine.be, ticket)?;
         }
         if let Accumulate::Fixed { bits, .. } = add {
-            cx.run(Op::FxTake { acc: self.d_own_sum, bits, out: self.d_own })?;
+            machine.run(Op::FxTake { acc: self.d_own_sum, bits, out: self.d_own })?;
         }
-        Ok(cx.run(Op::UnpackKv { d_kv: self.d_own, d_qkv, heads })?)
+        Ok(machine.run(Op::UnpackKv { d_kv: self.d_own, d_qkv, heads })?)
     }
 }

@@ -4,28 +4,38 @@
 //! sub-tree of its own blocks, and `Reduce::Tree` adds those in the order of positions, so the whole is the same tree under
 //! every TP degree. In fast numerics each rank has one block.
 
-use super::{Cx, StepError};
+use super::{Machine, StepError};
 use crate::backend::{Backend, BackendError, Op, View};
 use crate::comm::Site;
 use std::ops::Range;
 
 /// All local tokens from the share that SP leaves this rank; without SP `full` is `share` itself.
-pub(crate) fn gather_tokens(cx: &mut Cx, site: Site, share: View, full: View) -> Result<(), StepError> {
+pub(crate) fn gather_tokens(
+    machine: &mut Machine,
+    site: Site,
+    share: View,
+    full: View,
+) -> Result<(), StepError> {
     if share == full {
         return Ok(());
     }
-    let ticket = cx.comms.tp.all_gather(cx.be, site, share, full)?;
-    Ok(cx.comms.tp.wait(cx.be, ticket)?)
+    let ticket = machine.comms.tp.all_gather(machine.be, site, share, full)?;
+    Ok(machine.comms.tp.wait(machine.be, ticket)?)
 }
 
 /// The sum over TP of `partial`: this rank's share of the tokens under SP; without SP `share` is `partial` itself.
-pub(crate) fn reduce_tokens(cx: &mut Cx, site: Site, partial: View, share: View) -> Result<(), StepError> {
-    let tp = &cx.comms.tp;
+pub(crate) fn reduce_tokens(
+    machine: &mut Machine,
+    site: Site,
+    partial: View,
+    share: View,
+) -> Result<(), StepError> {
+    let tp = &machine.comms.tp;
     let ticket = match share == partial {
-        true => tp.all_reduce(cx.be, site, cx.tp_sum, partial)?,
-        false => tp.reduce_scatter(cx.be, site, cx.tp_sum, partial, share)?,
+        true => tp.all_reduce(machine.be, site, machine.tp_sum, partial)?,
+        false => tp.reduce_scatter(machine.be, site, machine.tp_sum, partial, share)?,
     };
-    Ok(tp.wait(cx.be, ticket)?)
+    Ok(tp.wait(machine.be, ticket)?)
 }
 
 /// Writes one block of a sum into the view it is given.
