@@ -117,6 +117,9 @@ fn config(model: ModelConfig, numerics: Numerics) -> TrainConfig {
         epoch_tail: EpochTail::Span,
         max_skipped_in_a_row: 1,
         iterations_to_skip: Default::default(),
+        asked_batch: None,
+        documents: None,
+        evaluation: None,
     }
 }
 
@@ -133,6 +136,7 @@ fn serve(config: &TrainConfig, table: &Arc<GroupTable>, context: &RankContext) -
             weights: vec![1.0; tokens],
             positions: (0..tokens).map(|at| (at % SEQ) as i32).collect(),
             samples: (0..tokens).map(|at| (at / SEQ) as i64).collect(),
+            ..MicroBatch::default()
         }],
         count: tokens as u64,
     };

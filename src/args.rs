@@ -146,18 +146,19 @@ impl TrainArgs {
     /// The settings of a run, as flags would say them, all but its layout, paths and intervals.
     fn of(config: &TrainConfig) -> TrainArgs {
         let training = TrainingArgs::of(config);
+        let batch = config.asked_batch.as_ref().unwrap_or(&config.batch);
         // A growing batch says its last size itself.
         let constant = training.step_batch_size_schedule.is_none();
         TrainArgs {
             model: ModelArgs::from(&config.model),
             parallelism: ParallelArgs {
                 micro_batch_size: Some(config.parallel.micro_batch_size()),
-                global_batch_size: constant.then_some(config.parallel.global_batch_size()),
+                global_batch_size: constant.then_some(batch.last_size()),
                 seq_length: Some(config.parallel.seq_length()),
                 ..ParallelArgs::default()
             },
             training,
-            data: DataArgs { epoch_tail: Some(config.epoch_tail), ..DataArgs::default() },
+            data: DataArgs::of(config),
             ..TrainArgs::default()
         }
     }

@@ -1,4 +1,4 @@
-//! `metrics.jsonl`: one object a step, appended, never rewritten. The last line of a step counts.
+//! `metrics.jsonl`: one object a step, and one an evaluation, appended, never rewritten. The last line of a step counts.
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
@@ -23,6 +23,17 @@ pub(crate) struct Metrics {
     pub(crate) grad_norm: Option<f64>,
     pub(crate) tokens_per_second: f64,
     pub(crate) consumed_samples: u64,
+}
+
+/// The line of an evaluation.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub(crate) struct EvalMetrics {
+    /// Optimizer iterations done.
+    pub(crate) step: u64,
+    /// Null if it was not finite.
+    pub(crate) eval_loss: Option<f64>,
+    /// Samples that it is of.
+    pub(crate) eval_samples: u64,
 }
 
 impl From<&Step> for Metrics {
@@ -70,11 +81,11 @@ impl MetricsFile {
         Ok(MetricsFile { file, path })
     }
 
-    /// Appends the line of a step.
+    /// Appends a line.
     ///
     /// # Errors
     /// If it cannot be written.
-    pub(crate) fn append(&mut self, metrics: &Metrics) -> anyhow::Result<()> {
+    pub(crate) fn append(&mut self, metrics: &impl Serialize) -> anyhow::Result<()> {
         let line = serde_json::to_string(metrics)? + "\n";
         self.file.write_all(line.as_bytes()).with_context(|| format!("writing `{}`", self.path.display()))
     }

@@ -77,7 +77,8 @@ fn told_by(error: &(dyn Error + 'static)) -> Option<(String, String)> {
         train::comm::CommError
         train::config::ConfigError
         train::data::TokenFileError
-        train::data::sampler::EmptyEpoch
+        train::data::DataPathError
+        train::data::sampler::SamplerError
         train::parallel::StepError
         train::resume::ResumeError
         train::run::RunError

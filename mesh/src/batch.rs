@@ -253,6 +253,37 @@ impl BatchSchedule {
         unreachable!("the last run of steps does not end")
     }
 
+    /// The same with each size rounded down to whole microbatches on all lanes: what a run takes that may take less than was asked
+    /// for.
+    ///
+    /// # Errors
+    /// A size of less than one microbatch on all lanes.
+    pub fn decreased(&self, micro_batch_size: u32, batch_parallel_size: u32) -> Result<Self, BatchError> {
+        let one = u64::from(micro_batch_size) * u64::from(batch_parallel_size);
+        let mut steps: Vec<BatchStep> = Vec::new();
+        let mut next = Some(0);
+        while let Some(from) = next {
+            let asked = self.size_at(from);
+            let size = asked / one * one;
+            if size == 0 {
+                return Err(BatchError::Indivisible {
+                    size: asked,
+                    micro_batch_size,
+                    batch_parallel_size,
+                    from,
+                });
+            }
+            if steps.last().is_none_or(|last| last.size != size) {
+                steps.push(BatchStep { from, size });
+            }
+            next = self.next_change(from);
+        }
+        match steps[..] {
+            [BatchStep { size, .. }] => BatchSchedule::constant(size),
+            _ => BatchSchedule::steps(steps),
+        }
+    }
+
     /// Checks every size in force between `consumed` and `until` samples against a layout.
     ///
     /// # Errors

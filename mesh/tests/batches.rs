@@ -35,6 +35,23 @@ fn a_ramp_climbs_in_levels_of_equal_length() {
 }
 
 #[test]
+fn what_may_be_less_is_rounded_down_to_whole_microbatches() {
+    let decreased = |asked: &BatchSchedule| asked.decreased(2, 4).map(|schedule| schedule.to_string());
+    let constant = |size| BatchSchedule::constant(size).unwrap();
+    assert_eq!(decreased(&constant(30)), Ok("24".into()));
+    assert_eq!(decreased(&constant(32)), Ok("32".into()));
+    expect![
+        "batch size 7 ÷ (micro batch size 2 × batch parallel size 4) is not exact, from 0 consumed samples on"
+    ]
+    .assert_eq(&decreased(&constant(7)).unwrap_err().to_string());
+    // Levels of 8, 12, 16 and 20 samples: two of them come to the same.
+    let ramp = BatchSchedule::ramp(Ramp { start: 8, increment: 4, samples: 90, end: 20 }).unwrap();
+    let sizes = [0, 30, 60, 89, 90, 1000].map(|consumed| ramp.size_at(consumed));
+    assert_eq!(sizes, [8, 12, 16, 16, 20, 20]);
+    assert_eq!(decreased(&ramp), Ok("0:8 60:16".into()));
+}
+
+#[test]
 fn numbers_that_make_no_batches_are_refused() {
     let ramp =
         |start, increment, end| BatchSchedule::ramp(Ramp { start, increment, samples: 10, end }).unwrap_err();

@@ -44,7 +44,6 @@ const MODEL: &str =
     "models so far have RMSNorm or LayerNorm, SwiGLU or GELU, plain rotary or learned positions";
 const STAGE: &str = "the trainer runs one pipeline stage so far";
 const EXPERTS: &str = "there are no experts so far";
-const WHOLE_SAMPLES: &str = "samples are cut across documents without masks so far";
 const KEPT: &str = "every checkpoint is kept so far";
 const FORMAT: &str = "checkpoints are saved in the native format so far";
 const LACKING: &str = "a tensor that the checkpoint lacks is trained from its initial value only if it is named: \
@@ -93,13 +92,10 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("master-port", Value, NoEffect),
     // Training.
     ("optimizer", Value, SameFor(&["adam"], "the one optimizer so far is AdamW")),
-    ("decrease-batch-size-if-needed", Switch, Refused("a batch is the same under every layout")),
     ("exit-interval", Value, Refused("SIGUSR1 saves and ends a run; --train-iters ends it")),
     ("exit-duration-in-mins", Value, Refused("SIGUSR1 saves and ends a run; `timeout -s USR1` sends it")),
     ("exit-signal-handler", Switch, Same),
     (PER_TOKEN_LOSS, Switch, Same),
-    ("eval-iters", Value, SameFor(&["0"], "there is no evaluation so far")),
-    ("eval-interval", Value, NoEffect),
     ("recompute-activations", Switch, NoEffect),
     ("recompute-granularity", Value, NoEffect),
     ("recompute-method", Value, NoEffect),
@@ -111,11 +107,7 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("tokenizer-model", Value, NoEffect),
     ("vocab-file", Value, NoEffect),
     ("merge-file", Value, NoEffect),
-    ("split", Value, SameFor(&["1,0,0", "100,0,0", "1000,0,0"], "all samples are trained on so far")),
     ("mock-data", Switch, Refused("`remesh data tokenize` makes data of any file")),
-    ("reset-position-ids", Switch, Refused(WHOLE_SAMPLES)),
-    ("reset-attention-mask", Switch, Refused(WHOLE_SAMPLES)),
-    ("eod-mask-loss", Switch, Refused(WHOLE_SAMPLES)),
     ("num-workers", Value, NoEffect),
     ("data-cache-path", Value, NoEffect),
     ("no-mmap-bin-files", Switch, NoEffect),

@@ -4,8 +4,9 @@ use super::{Said, TrainArgs};
 use crate::location::local_folder;
 use crate::memory;
 use crate::report::Refusal;
-use mesh::{GroupOptions, MergedArgs, ParallelArgs, ParallelConfig, Source};
+use mesh::{BatchSchedule, GroupOptions, MergedArgs, ParallelArgs, ParallelConfig, Source};
 use train::config::{ConfigError, TrainConfig};
+use train::data::Tokenizer;
 
 /// Ranks of the job: as said, or one copy of the model, times DP if that is said.
 pub(crate) fn world_size(said: Option<u32>, args: &ParallelArgs) -> u32 {
@@ -66,9 +67,21 @@ pub(crate) fn parallel(said: &Said) -> anyhow::Result<ParallelConfig> {
     let parallelism = said.parallelism();
     let (args, training) = (parallelism.args(), &said.args().training);
     let world_size = world_size(training.nproc_per_node, args);
+    let may_decrease = training.decrease_batch_size_if_needed == Some(true);
     let Some(batch) = training.step_schedule(args.seq_length)? else {
-        return Ok(parallelism.resolve(world_size, 0)?);
+        let (Some(asked), Some(micro_batch_size), true) =
+            (args.global_batch_size, args.micro_batch_size, may_decrease)
+        else {
+            return Ok(parallelism.resolve(world_size, 0)?);
+        };
+        let lanes = parallelism.resolve_layout(world_size, 0)?.batch_parallel_size();
+        let taken = BatchSchedule::constant(asked)?.decreased(micro_batch_size, lanes)?.last_size();
+        let last = ParallelArgs { global_batch_size: Some(taken), ..args.clone() };
+        return Ok(MergedArgs::of(&[(Source::ProgramDefault, last)]).resolve(world_size, 0)?);
     };
+    if may_decrease {
+        return Err(said_twice("decrease_batch_size_if_needed", "step_batch_size_schedule").into());
+    }
     if args.global_batch_size.is_some() {
         return Err(said_twice("global_batch_size", "step_batch_size_schedule").into());
     }
@@ -76,7 +89,7 @@ pub(crate) fn parallel(said: &Said) -> anyhow::Result<ParallelConfig> {
     Ok(MergedArgs::of(&[(Source::ProgramDefault, last)]).resolve(world_size, 0)?)
 }
 
-/// The configuration of a run over `parallel`. `vocab_size` is the data's. What goes on from `saved` keeps its schedule and
+/// The configuration of a run over `parallel`. `tokenizer` is the data's. What goes on from `saved` keeps its schedule and
 /// numerics as far as nothing else is said. It is not checked: where it goes on from another run, what differs is said first.
 ///
 /// # Errors
@@ -84,11 +97,15 @@ pub(crate) fn parallel(said: &Said) -> anyhow::Result<ParallelConfig> {
 pub(crate) fn config(
     args: &TrainArgs,
     parallel: ParallelConfig,
-    vocab_size: Option<usize>,
+    tokenizer: Option<&Tokenizer>,
     saved: Option<&TrainConfig>,
 ) -> anyhow::Result<TrainConfig> {
+    let vocab_size = tokenizer.map(|tokenizer| tokenizer.vocab_size);
     let model = args.model.resolve(vocab_size, parallel.seq_length() as usize)?;
-    args.training.resolve(model, parallel, args.data.epoch_tail.unwrap_or_default(), saved)
+    let asked = args.parallelism.global_batch_size.unwrap_or(parallel.global_batch_size());
+    let epoch_tail = args.data.epoch_tail.unwrap_or_default();
+    let config = args.training.resolve(model, parallel, asked, epoch_tail, saved)?;
+    Ok(TrainConfig { documents: args.data.documents(tokenizer)?, ..config })
 }
 
 /// Checks what flags alone decide, before any file is opened; what data or a checkpoint may still say is taken to fit.

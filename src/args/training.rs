@@ -7,13 +7,15 @@ use super::schedule::{DecayStyle, length};
 use crate::output::count;
 use crate::report::Refusal;
 use mesh::{
-    BatchSchedule, BatchStep, LrDecayStyle, ParallelConfig, Ramp, Warmup, WeightDecayStyle, WsdShape,
+    BatchSchedule, BatchStep, LrDecayStyle, ParallelConfig, ParallelError, ParallelSettings, Ramp, Warmup,
+    WeightDecayStyle, WsdShape,
 };
 use serde::{Deserialize, Serialize};
 use std::num::NonZeroU32;
 use train::config::{
     Canonical, EpochTail, LossAverage, ModelConfig, Numerics, OptimizerConfig, Precision, TrainConfig,
 };
+use train::evaluate::Evaluation;
 
 mesh::settings! {
     /// `[training]`; the file has `seq_length` and the batch sizes here, too.
@@ -47,6 +49,10 @@ mesh::settings! {
         /// [default: a constant batch]
         #[arg(long, value_name = "TOKENS:BATCH ...", conflicts_with = "global_batch_size")]
         pub(crate) step_batch_size_schedule: Option<String>,
+        /// Take fewer samples than --global-batch-size where these do not divide over the ranks; not with a schedule in steps
+        /// [default: off]
+        #[arg(long)]
+        pub(crate) decrease_batch_size_if_needed: Option<bool>,
         /// Iterations whose batch is passed over, each the number of those done before it
         #[arg(long, value_name = "ITERATIONS", num_args = 1.., value_delimiter = ',')]
         pub(crate) iterations_to_skip: Option<Vec<u64>>,
@@ -126,6 +132,21 @@ mesh::settings! {
         /// Minutes that ranks wait for one that is busy before the run is given up, at least 1 [default: 10]
         #[arg(long, value_name = "MINUTES")]
         pub(crate) distributed_timeout_minutes: Option<NonZeroU32>,
+        /// Steps from one evaluation to the next; the last step is followed by one, too [default: 1000 if --eval-iters is given, else
+        /// there are none]
+        #[arg(long, value_name = "STEPS")]
+        pub(crate) eval_interval: Option<u64>,
+        /// Batches of an evaluation, at most all of the validation data; 0 evaluates nothing [default: 100 if --eval-interval is
+        /// given]
+        #[arg(long, value_name = "BATCHES")]
+        pub(crate) eval_iters: Option<u64>,
+        /// Samples of a batch of an evaluation [default: the global batch size; a multiple of the evaluation's micro batch size × batch
+        /// parallel size]
+        #[arg(long, value_name = "SAMPLES")]
+        pub(crate) eval_global_batch_size: Option<u64>,
+        /// Samples that a rank evaluates at a time [default: the micro batch size]
+        #[arg(long, value_name = "SAMPLES")]
+        pub(crate) eval_micro_batch_size: Option<u32>,
         /// Skipped steps in a row that end the run [default: 3]
         #[arg(long, value_name = "STEPS")]
         pub(crate) max_skipped_in_a_row: Option<u32>,
@@ -156,6 +177,7 @@ impl TrainingArgs {
             model: _,
             parallel,
             batch,
+            asked_batch,
             optimizer,
             schedule,
             numerics,
@@ -166,7 +188,10 @@ impl TrainingArgs {
             epoch_tail: _,
             max_skipped_in_a_row,
             iterations_to_skip,
+            documents: _,
+            evaluation,
         } = config;
+        let batch = asked_batch.as_ref().unwrap_or(batch);
         let entry =
             |step: &BatchStep| format!("{}:{}", step.from.saturating_mul(parallel.seq_length()), step.size);
         let steps = batch.as_steps().map(|steps| steps.iter().map(entry).collect::<Vec<_>>().join(" "));
@@ -210,6 +235,11 @@ impl TrainingArgs {
             canonical_tp_leaves: canonical.map(|canonical| canonical.tp_leaves),
             loss_average: Some(*loss_average),
             max_skipped_in_a_row: Some(*max_skipped_in_a_row),
+            decrease_batch_size_if_needed: Some(asked_batch.is_some()),
+            eval_interval: evaluation.map(|evaluation| evaluation.interval),
+            eval_iters: evaluation.map(|evaluation| evaluation.iters),
+            eval_global_batch_size: evaluation.map(|evaluation| evaluation.parallel.global_batch_size()),
+            eval_micro_batch_size: evaluation.map(|evaluation| evaluation.parallel.micro_batch_size()),
             ..TrainingArgs::default()
         }
     }
@@ -238,7 +268,8 @@ impl TrainingArgs {
         }
     }
 
-    /// The configuration, apart from what other tables say. What goes on from `saved` keeps its schedule and numerics as far
+    /// The configuration, apart from what other tables say; `asked` samples make a step in the end, or as many of them as divide over
+    /// the ranks. What goes on from `saved` keeps its schedule and numerics as far
     /// as nothing else is said.
     ///
     /// # Errors
@@ -247,10 +278,17 @@ impl TrainingArgs {
         &self,
         model: ModelConfig,
         parallel: ParallelConfig,
+        asked: u64,
         epoch_tail: EpochTail,
         saved: Option<&TrainConfig>,
     ) -> anyhow::Result<TrainConfig> {
-        let batch = self.batch(&parallel)?;
+        let mut batch = self.batch(&parallel, asked)?;
+        let mut asked_batch = None;
+        if self.decrease_batch_size_if_needed == Some(true) {
+            let lanes = parallel.layout().batch_parallel_size();
+            let taken = batch.decreased(parallel.micro_batch_size(), lanes)?;
+            asked_batch = Some(std::mem::replace(&mut batch, taken));
+        }
         let train_samples =
             length(("train_iters", self.train_iters), ("train_samples", self.train_samples), &batch)?
                 .ok_or_else(|| missing("train-iters"))?;
@@ -293,10 +331,39 @@ impl TrainingArgs {
             epoch_tail,
             max_skipped_in_a_row: self.max_skipped_in_a_row.unwrap_or(3),
             iterations_to_skip: self.iterations_to_skip.iter().flatten().copied().collect(),
+            documents: None,
+            evaluation: self.evaluation(&parallel)?,
             model,
             parallel,
             batch,
+            asked_batch,
         })
+    }
+
+    /// When a run of `parallel` is evaluated; never where no flag asks for it.
+    ///
+    /// # Errors
+    /// Batches that do not divide over the ranks.
+    fn evaluation(&self, parallel: &ParallelConfig) -> Result<Option<Evaluation>, Refusal> {
+        if (self.eval_interval, self.eval_iters) == (None, None) || self.eval_iters == Some(0) {
+            return Ok(None);
+        }
+        let micro_batch_size = self.eval_micro_batch_size.unwrap_or(parallel.micro_batch_size());
+        let one = u64::from(micro_batch_size) * u64::from(parallel.layout().batch_parallel_size());
+        let of_evaluations = ParallelConfig::new(ParallelSettings {
+            micro_batch_size,
+            global_batch_size: self.eval_global_batch_size.unwrap_or(parallel.global_batch_size()),
+            ..ParallelSettings::from(*parallel)
+        });
+        let refused = |error: ParallelError| {
+            let help = format!("make `--eval-global-batch-size` a multiple of {one}");
+            Refusal::new(error.code(), format!("batches of evaluations: {error}"), help)
+        };
+        Ok(Some(Evaluation {
+            interval: self.eval_interval.unwrap_or(1000),
+            iters: self.eval_iters.unwrap_or(100),
+            parallel: of_evaluations.map_err(refused)?,
+        }))
     }
 
     /// What is said goes over what was saved, and that over the defaults of canonical numerics.
@@ -325,9 +392,8 @@ impl TrainingArgs {
         }
     }
 
-    /// Samples of each step, where `parallel` has the size that holds in the end.
-    fn batch(&self, parallel: &ParallelConfig) -> anyhow::Result<BatchSchedule> {
-        let end = parallel.global_batch_size();
+    /// Samples of each step, `end` in the end.
+    fn batch(&self, parallel: &ParallelConfig, end: u64) -> anyhow::Result<BatchSchedule> {
         if let Some(schedule) = self.step_schedule(Some(parallel.seq_length()))? {
             return Ok(schedule);
         }

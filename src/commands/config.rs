@@ -63,7 +63,7 @@ pub(crate) fn run(command: ConfigCommand, output: &Output) -> anyhow::Result<Exi
 fn resolve(said: &Said) -> anyhow::Result<TrainConfig> {
     let parallel = resolve::parallel(said)?;
     let args = said.args();
-    let config = resolve::config(args, parallel, args.data.vocab_size()?, None)?;
+    let config = resolve::config(args, parallel, args.data.tokenizer()?.as_ref(), None)?;
     config.check()?;
     memory::check(&config, args.training.device.unwrap_or_default())?;
     Ok(config)

@@ -18,7 +18,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
-use train::data::TokenFile;
+use train::data::{Blend, Parts, Tokenizer};
 use train::resume::{self, Resume, SavedRun, Selection};
 use train::run::{Event, Job, RunEnd, RunName, SavePolicy, Trainable};
 
@@ -36,9 +36,11 @@ pub(crate) struct TrainCommand {
 struct Prepared {
     args: TrainArgs,
     parallel: ParallelConfig,
-    /// Token ids, by the data's tokenizer.
-    vocab_size: Option<usize>,
-    tokens: TokenFile,
+    /// The data's.
+    tokenizer: Option<Tokenizer>,
+    tokens: Blend,
+    /// What evaluations read.
+    validation: Option<Blend>,
 }
 
 /// Trains; exit code 75 if a signal ended the run after a complete save.
@@ -71,9 +73,13 @@ fn prepare(command: TrainCommand, output: &Output) -> anyhow::Result<Prepared> {
     }
     resolve::check_flags(&args, parallel)?;
     check_changes(args.checkpoint.allow_change.as_deref().unwrap_or_default())?;
-    let vocab_size = args.data.vocab_size()?;
-    let tokens = TokenFile::open(args.data.data_path.as_deref().expect("it is required"))?;
-    Ok(Prepared { args, parallel, vocab_size, tokens })
+    let (tokenizer, files) = (args.data.tokenizer()?, args.data.files()?.expect("it is required"));
+    let Parts { training: tokens, validation } = Blend::open_parts(&files.training, &files.split)?;
+    let validation = match files.validation {
+        Some(files) => Some(Blend::open(&files)?),
+        None => validation,
+    };
+    Ok(Prepared { args, parallel, tokenizer, tokens, validation })
 }
 
 fn train_from(
@@ -90,7 +96,7 @@ fn train_from(
     let config = resolve::config(
         &said.args,
         said.parallel,
-        said.vocab_size,
+        said.tokenizer.as_ref(),
         saved.as_ref().map(|saved| &saved.config),
     )?;
     let device = said.args.training.device.unwrap_or_default();
@@ -105,7 +111,15 @@ fn train_from(
         allow_change: args.allow_change.as_ref().unwrap_or(&none),
         strict: args.strict == Some(true),
     });
-    let run = Trainable::new(&config, &said.tokens, resume)?;
+    let mut run = Trainable::new(&config, &said.tokens, resume)?;
+    match &said.validation {
+        Some(validation) => run = run.evaluated_on(validation)?,
+        None if config.evaluation.is_some() => {
+            let help = "say --split 969,30,1, or --valid-data-path PREFIX; --eval-iters 0 evaluates nothing";
+            return Err(Refusal::new("RM6004", "there are no validation data to evaluate on", help).into());
+        }
+        None => {}
+    }
 
     let device = device::open(device)?;
     let name = run_name();

@@ -71,6 +71,9 @@ codes! {
      UTF-8 alone."
     "RM1029" 6 "a document is too long"
     "A document of a token file has at most 2³¹ − 1 tokens. Cut it into several, or make a document of each line."
+    "RM1030" 2 "token files of different tokenizers"
+    "An id has one meaning in a run: what `PREFIX.tokenizer.json` says must be the same for all files of `--data-path`. Tokenize all text \
+     with one tokenizer."
 
     "RM2001" 2 "sizes of a layout that do not divide"
     "World size = TP × PP × CP × GTP × DP, weight shards = TP × GTP, sequence shards = SP degree × shards inside GTP; all of them \

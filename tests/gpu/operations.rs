@@ -433,8 +433,19 @@ fn attention(device: &Device) {
         let d_kv = case.acc(batch * t, heads.kv_cols(), size);
         let dropout = random.flag().then_some(Dropout { p: 0.3, seed: 77, layer: 7 });
         let first_head = random.below(9) as u32;
-        let inputs =
-            AttentionInputs { qkv, kv, positions, samples, heads, batch, tile: leaf, dropout, first_head };
+        let (first_keys, tile) = (None, leaf);
+        let inputs = AttentionInputs {
+            qkv,
+            kv,
+            positions,
+            first_keys,
+            samples,
+            heads,
+            batch,
+            tile,
+            dropout,
+            first_head,
+        };
         let add = (case.add)(leaf);
         case.ops = vec![
             Op::Attention { inputs, out, lse },

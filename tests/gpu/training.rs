@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 use train::backend::Device;
 use train::config::{Numerics, Precision, TrainConfig};
-use train::data::TokenFile;
+use train::data::Blend;
 use train::resume::{Level, Resume, RngPolicy, Selection};
 use train::run::{Event, Job, RunName, SavePolicy, Trainable, run};
 
@@ -21,7 +21,7 @@ pub(crate) const TESTS: &[Test] = &[
 const SEQ_LENGTH: u64 = 64;
 const BATCH: u64 = 8;
 
-fn tokens(folder: &std::path::Path) -> TokenFile {
+fn tokens(folder: &std::path::Path) -> Blend {
     support::token_file(folder, 64 * SEQ_LENGTH + 1)
 }
 

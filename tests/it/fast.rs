@@ -5,7 +5,7 @@ use crate::resume::{fingerprints, tensors, train};
 use crate::support::{self, Layout, Trace, Tracing, difference, tiny_model, trace};
 use ckpt::Store;
 use train::config::{ConfigError, Numerics, Precision, TrainConfig};
-use train::data::TokenFile;
+use train::data::Blend;
 use train::resume::Level;
 
 const ITERATIONS: u64 = 4;
@@ -27,7 +27,7 @@ fn fast(layout: Layout) -> TrainConfig {
     config(layout, Some(Numerics::Fast), Precision::Fp32)
 }
 
-fn run(config: &TrainConfig, tokens: &TokenFile) -> Trace {
+fn run(config: &TrainConfig, tokens: &Blend) -> Trace {
     config.check().unwrap();
     trace(config, tokens, Tracing { steps: ITERATIONS, ..Tracing::default() }).unwrap()
 }

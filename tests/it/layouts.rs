@@ -3,8 +3,8 @@
 
 use crate::support::{self, Layout, Trace, Tracing, difference, tiny_gpt2, tiny_mixture, tiny_model, trace};
 use expect_test::expect;
-use train::config::{ConfigError, ModelConfig, TrainConfig};
-use train::data::TokenFile;
+use train::config::{ConfigError, Documents, ModelConfig, TrainConfig};
+use train::data::Blend;
 
 const TRACING: Tracing = Tracing { steps: 2, mutate: None, poison: None };
 
@@ -15,11 +15,18 @@ struct Case {
     seq_length: u64,
     global_batch_size: u64,
     micro_batches: &'static [u32],
+    documents: Option<Documents>,
 }
 
 /// 1, 2, 4 and 8 ranks.
-const POWERS: Case =
-    Case { model: tiny_model, groups: 4, seq_length: 64, global_batch_size: 8, micro_batches: &[1, 2, 4, 8] };
+const POWERS: Case = Case {
+    model: tiny_model,
+    groups: 4,
+    seq_length: 64,
+    global_batch_size: 8,
+    micro_batches: &[1, 2, 4, 8],
+    documents: None,
+};
 /// TP 8 needs as many query groups.
 const EIGHT_GROUPS: Case = Case { groups: 8, ..POWERS };
 /// 3 and 6 ranks.
@@ -32,6 +39,16 @@ const THREES: Case = Case {
 };
 /// As many groups as heads.
 const GPT2: Case = Case { model: tiny_gpt2, ..EIGHT_GROUPS };
+/// Documents of a sample that have their own positions, and see and predict nothing of one another.
+const PACKED: Case = Case {
+    documents: Some(Documents {
+        end_token: 256,
+        reset_positions: true,
+        reset_attention: true,
+        mask_loss: true,
+    }),
+    ..POWERS
+};
 const MIXTURE: Case = Case { model: tiny_mixture, ..POWERS };
 
 /// Layouts of 8 ranks in which each pair of axes is above 1 together, with SP and without it.
@@ -49,6 +66,7 @@ impl Case {
     fn config(&self, layout: Layout) -> Result<TrainConfig, String> {
         let parallel = layout.parallel(self.seq_length, self.global_batch_size).map_err(|e| e.to_string())?;
         let config = support::config((self.model)(self.groups), parallel, 10);
+        let config = TrainConfig { documents: self.documents, ..config };
         config.check().map_err(|error: ConfigError| error.to_string())?;
         Ok(config)
     }
@@ -74,7 +92,10 @@ impl Case {
     /// one must be refused.
     fn compare(&self, ranks: &[u32], keep: impl Fn(&Layout) -> bool) -> usize {
         let folder = tempfile::tempdir().unwrap();
-        let tokens = support::token_file(folder.path(), 6000);
+        let tokens = match self.documents {
+            None => support::token_file(folder.path(), 6000),
+            Some(_) => support::packed_file(folder.path()),
+        };
         let single = self.run(Layout::SINGLE, &tokens);
         assert!(single.outcomes.iter().all(|outcome| outcome.applied && outcome.loss.is_finite()));
         let mut compared = 0;
@@ -90,7 +111,7 @@ impl Case {
         compared
     }
 
-    fn run(&self, layout: Layout, tokens: &TokenFile) -> Trace {
+    fn run(&self, layout: Layout, tokens: &Blend) -> Trace {
         trace(&self.config(layout).unwrap(), tokens, TRACING).unwrap()
     }
 }
@@ -124,6 +145,15 @@ fn every_layout_of_3_and_6_ranks_gives_the_same_bits() {
 fn layouts_of_gpt2_that_cover_all_axes_give_the_same_bits() {
     assert_eq!(GPT2.compare(&[1, 2], |layout| layout.mbs == 1), 7);
     assert_eq!(GPT2.compare(&[8], |layout| COVERING.contains(layout)), COVERING.len());
+}
+
+#[test]
+fn layouts_of_packed_documents_give_the_same_bits() {
+    assert_eq!(PACKED.compare(&[1, 2], |_| true), 26);
+    let keep = |layout: &Layout| layout.tp < 8 && COVERING.contains(layout);
+    assert_eq!(PACKED.compare(&[8], keep), COVERING.len() - 1);
+    let gpt2 = Case { documents: PACKED.documents, ..GPT2 };
+    assert_eq!(gpt2.compare(&[8], |layout| COVERING.contains(layout)), COVERING.len());
 }
 
 #[test]

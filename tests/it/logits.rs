@@ -105,6 +105,7 @@ fn logits(name: &str, ids: &[Vec<i32>], layout: Layout) -> Vec<f32> {
         positions: (0..batch).flat_map(|_| 0..seq as i32).collect(),
         samples: (0..batch as i64).flat_map(|sample| vec![sample; seq]).collect(),
         tokens,
+        ..MicroBatch::default()
     };
     let table = Arc::new(GroupTable::new("model", config.parallel.layout()));
     let ranks = World::run(layout.world_size(), WorldOptions::default(), |context| {

@@ -5,7 +5,10 @@
 mod anchor;
 mod architecture;
 mod averages;
+mod blends;
 mod cli;
+mod documents;
+mod evaluation;
 mod fast;
 mod kills;
 mod labels;

@@ -9,10 +9,11 @@ use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 use train::backend::Device;
 use train::config::{
-    Activation, Biases, EpochTail, LossAverage, ModelConfig, Normalization, Numerics, PositionEmbedding,
-    Precision, TrainConfig,
+    Activation, Biases, Documents, EpochTail, LossAverage, ModelConfig, Normalization, Numerics,
+    PositionEmbedding, Precision, TrainConfig,
 };
-use train::data::TokenFile;
+use train::data::Blend;
+use train::evaluate::Evaluated;
 use train::resume::{self, DataState, Level, Resume, Resumed, RngPolicy, Selection};
 use train::run::{Event, Job, RunEnd, RunError, RunName, SavePolicy, Step, Trainable, run};
 
@@ -22,17 +23,36 @@ pub struct Told {
     pub steps: Vec<Step>,
     pub resumed: Option<Resumed>,
     pub failed_saves: Vec<String>,
+    pub evaluated: Vec<(u64, Evaluated)>,
 }
 
 /// Runs `config` to its last iteration, saving there and every `save_interval` steps into `store`, from `from` or from scratch.
 pub fn train<'a>(
     config: &TrainConfig,
-    tokens: &TokenFile,
+    tokens: &Blend,
     store: &Store,
     from: Option<&'a (dyn StateSource + Sync)>,
     save_interval: u64,
     adjust: impl FnOnce(&mut Resume<'a>),
 ) -> Result<Told, RunError> {
+    let (told, end) = train_until(config, tokens, None, store, from, save_interval, adjust, |_, _| {})?;
+    assert_eq!(end, RunEnd { iteration: config.train_iters, stopped: false });
+    Ok(told)
+}
+
+/// The same with validation data, until it ends or `observe` sets the flag that stops it.
+#[expect(clippy::too_many_arguments, reason = "what two tests say, and all others leave out")]
+pub fn train_until<'a>(
+    config: &TrainConfig,
+    tokens: &Blend,
+    validation: Option<&Blend>,
+    store: &Store,
+    from: Option<&'a (dyn StateSource + Sync)>,
+    save_interval: u64,
+    adjust: impl FnOnce(&mut Resume<'a>),
+    observe: impl Fn(&Event, &AtomicBool) + Sync,
+) -> Result<(Told, RunEnd), RunError> {
+    let stop = AtomicBool::new(false);
     let told = Mutex::new(Told::default());
     let resume = from.map(|source| {
         let mut resume = Resume {
@@ -47,8 +67,12 @@ pub fn train<'a>(
         adjust(&mut resume);
         resume
     });
+    let mut trainable = Trainable::new(config, tokens, resume)?;
+    if let Some(validation) = validation {
+        trainable = trainable.evaluated_on(validation)?;
+    }
     let job = Job {
-        run: Trainable::new(config, tokens, resume)?,
+        run: trainable,
         device: Device::Cpu,
         save: Some(SavePolicy {
             interval: save_interval,
@@ -57,13 +81,15 @@ pub fn train<'a>(
             now: || "2026-11-30T00:00:00Z".into(),
         }),
         timeout: Job::TIMEOUT,
-        stop: &AtomicBool::new(false),
+        stop: &stop,
         observer: &|event| {
+            observe(event, &stop);
             let mut told = told.lock().unwrap();
             match event {
                 Event::Step(step) => told.steps.push(*step),
                 Event::Resumed(resumed) => told.resumed = Some((**resumed).clone()),
                 Event::SaveFailed { error, .. } => told.failed_saves.push(error.to_string()),
+                Event::Evaluated { iteration, evaluated } => told.evaluated.push((*iteration, *evaluated)),
                 Event::Saved { .. }
                 | Event::Stopping { .. }
                 | Event::PassedOver { .. }
@@ -73,10 +99,7 @@ pub fn train<'a>(
         },
     };
     match run(&job) {
-        Ok(RunEnd { iteration, stopped }) => {
-            assert_eq!((iteration, stopped), (config.train_iters, false));
-            Ok(told.into_inner().unwrap())
-        }
+        Ok(end) => Ok((told.into_inner().unwrap(), end)),
         Err(error) => match error.first.reason {
             train::comm::threads::Reason::Error(error) => Err(error),
             other => panic!("{other:?}"),
@@ -383,7 +406,7 @@ fn every_setting_that_must_match_is_compared() {
     let data = DataState {
         num_samples: 93,
         seq_length: 64,
-        index_hash: "00".into(),
+        files: "00".into(),
         next_batch: "00".into(),
         next_batch_size: 8,
     };
@@ -416,8 +439,16 @@ fn every_setting_that_must_match_is_compared() {
     change(&|c, _| c.parallel = Layout::SINGLE.parallel(128, 8).unwrap());
     change(&|c, _| c.batch = BatchSchedule::constant(16).unwrap());
     change(&|c, _| c.seed = 1);
-    change(&|_, d| d.index_hash = "01".into());
+    change(&|_, d| d.files = "01".into());
     change(&|c, _| c.epoch_tail = EpochTail::Drop);
+    change(&|c, _| {
+        c.documents = Some(Documents {
+            end_token: 256,
+            reset_positions: true,
+            reset_attention: false,
+            mask_loss: true,
+        });
+    });
     change(&|c, _| c.loss_average = LossAverage::Sample);
     change(&|c, _| c.optimizer.clip_grad = 0.5);
     change(&|c, _| *c = support::with_leaf(c.clone(), 2));
@@ -445,6 +476,7 @@ fn every_setting_that_must_match_is_compared() {
         seed: 1234 → 1, may be allowed
         data: 93 samples of index 00 with the next tokens 00 → 93 samples of index 01 with the next tokens 00, may be allowed
         epoch-tail: span → drop, may be allowed
+        documents: not told apart → end token 256 resets positions, masks the next target, may be allowed
         loss-average: token → sample, may be allowed
         optimizer: AdamW (β 0.9 and 0.999, ε 0.00000001, clip 1) → AdamW (β 0.9 and 0.999, ε 0.00000001, clip 0.5), may be allowed
         numerics: canonical (leaf 4, TP blocks 4, fraction bits 36 and 40) → canonical (leaf 2, TP blocks 4, fraction bits 36 and 40), may be allowed

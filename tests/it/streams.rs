@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 use train::backend::Device;
 use train::comm::threads::{World, WorldOptions};
 use train::config::TrainConfig;
-use train::data::TokenFile;
+use train::data::Blend;
 use train::resume::{Level, Resume, RngPolicy, Selection};
 use train::rng::StreamName;
 use train::run::{Job, RankRun, RunError, RunName, SavePolicy, Trainable};
@@ -27,7 +27,7 @@ fn config(layout: Layout) -> TrainConfig {
 }
 
 /// One step from scratch, then rank r draws r + 1 words from each of its streams and all save. What they would draw next.
-fn save(layout: Layout, tokens: &TokenFile, store: &Store) -> Vec<Next> {
+fn save(layout: Layout, tokens: &Blend, store: &Store) -> Vec<Next> {
     in_world(layout, tokens, store, None, |rank, policy, position| {
         rank.step()?;
         for name in StreamName::ALL {
@@ -44,7 +44,7 @@ fn save(layout: Layout, tokens: &TokenFile, store: &Store) -> Vec<Next> {
 /// What ranks draw next after a resume from step 1, and what the resume said.
 fn resume(
     layout: Layout,
-    tokens: &TokenFile,
+    tokens: &Blend,
     store: &Store,
     rng_policy: RngPolicy,
 ) -> Result<(Vec<Next>, Option<Level>), String> {
@@ -54,7 +54,7 @@ fn resume(
 fn resume_from(
     step: u64,
     layout: Layout,
-    tokens: &TokenFile,
+    tokens: &Blend,
     store: &Store,
     rng_policy: RngPolicy,
 ) -> Result<(Vec<Next>, Option<Level>), String> {
@@ -78,7 +78,7 @@ fn resume_from(
 
 fn in_world<R: Send>(
     layout: Layout,
-    tokens: &TokenFile,
+    tokens: &Blend,
     store: &Store,
     resume: Option<Resume>,
     body: impl Fn(&mut RankRun, &SavePolicy, u32) -> Result<R, RunError> + Sync,

@@ -17,8 +17,8 @@ use train::config::{
     Activation, Biases, Canonical, EpochTail, LossAverage, ModelConfig, Normalization, Numerics,
     OptimizerConfig, PositionEmbedding, Precision, TrainConfig,
 };
-use train::data::sampler::{RankReader, Sampler};
-use train::data::{Existing, TokenFile, TokenWriter, Tokenizer};
+use train::data::sampler::RankReader;
+use train::data::{Blend, Existing, TokenFile, TokenWriter, Tokenizer};
 use train::model::MicroBatch;
 use train::parallel::{Comms, StepError};
 use train::state::{RunState, Streams};
@@ -150,7 +150,10 @@ pub fn config(model: ModelConfig, parallel: ParallelConfig, train_iters: u64) ->
         epoch_tail: EpochTail::Span,
         max_skipped_in_a_row: 3,
         batch: BatchSchedule::constant(parallel.global_batch_size()).unwrap(),
+        asked_batch: None,
         iterations_to_skip: Default::default(),
+        documents: None,
+        evaluation: None,
     }
 }
 
@@ -172,12 +175,24 @@ pub fn schedule(train_iters: u64) -> ScheduleConfig {
 }
 
 /// A token file of one document whose token i is `(7i² + 3i + ⌊i/8⌋) mod 251`.
-pub fn token_file(folder: &Path, num_tokens: u64) -> TokenFile {
+pub fn token_file(folder: &Path, num_tokens: u64) -> Blend {
     let prefix = folder.join("tokens");
     let mut writer = TokenWriter::create(&prefix, Tokenizer::byte(), Existing::Keep).unwrap();
     writer.add_document((0..num_tokens).map(|i| ((i * i * 7 + i * 3 + (i >> 3)) % 251) as u32)).unwrap();
     writer.finish().unwrap();
-    TokenFile::open(&prefix).unwrap()
+    TokenFile::open(&prefix).unwrap().into()
+}
+
+/// A token file of documents of 1 to 37 tokens, each with an end token behind, 256.
+pub fn packed_file(folder: &Path) -> Blend {
+    let prefix = folder.join("packed");
+    let mut writer = TokenWriter::create(&prefix, Tokenizer::byte(), Existing::Keep).unwrap();
+    for document in 0..250u32 {
+        let tokens = (0..1 + document * 7 % 37).map(|i| (document * 31 + i * i * 7 + i * 3) % 251);
+        writer.add_document(tokens.chain([256])).unwrap();
+    }
+    writer.finish().unwrap();
+    TokenFile::open(&prefix).unwrap().into()
 }
 
 /// `config` with leaves of so many tokens.
@@ -211,7 +226,7 @@ pub struct Tracing {
 ///
 /// # Errors
 /// If a rank fails, or ranks disagree on what a step came to.
-pub fn trace(config: &TrainConfig, tokens: &TokenFile, tracing: Tracing) -> Result<Trace, String> {
+pub fn trace(config: &TrainConfig, tokens: &Blend, tracing: Tracing) -> Result<Trace, String> {
     trace_on(&Device::Cpu, config, tokens, tracing)
 }
 
@@ -222,7 +237,7 @@ pub fn trace(config: &TrainConfig, tokens: &TokenFile, tracing: Tracing) -> Resu
 pub fn trace_on(
     device: &Device,
     config: &TrainConfig,
-    tokens: &TokenFile,
+    tokens: &Blend,
     tracing: Tracing,
 ) -> Result<Trace, String> {
     let layout = config.parallel.layout();
@@ -243,7 +258,7 @@ struct RankTrace {
 fn rank_trace(
     device: &Device,
     config: &TrainConfig,
-    tokens: &TokenFile,
+    tokens: &Blend,
     tracing: Tracing,
     table: &Arc<GroupTable>,
     context: &RankContext,
@@ -258,13 +273,7 @@ fn rank_trace(
     })
     .unwrap();
     let mut trainer = Trainer::new(config, &groups, comms, device).unwrap();
-    let sampler = Sampler::new(
-        config.seed,
-        tokens.num_samples(config.parallel.seq_length()).unwrap(),
-        &config.batch,
-        config.epoch_tail,
-    )
-    .unwrap();
+    let sampler = tokens.sampler(config).unwrap();
     let schedule = Schedule::new(config.schedule.clone(), &config.batch).unwrap();
     let reader = RankReader::new(config, &groups);
     let mut samples = Vec::new();

@@ -13,7 +13,7 @@ use std::sync::atomic::AtomicBool;
 use train::backend::Device;
 use train::comm::threads::{World, WorldOptions};
 use train::config::TrainConfig;
-use train::data::TokenFile;
+use train::data::Blend;
 use train::resume::{Resume, RngPolicy, Selection};
 use train::run::{Job, RunEnd, RunName, SavePolicy, Trainable, run_rank};
 
@@ -42,7 +42,7 @@ impl Model {
 }
 
 /// Runs all models in one world, each on its own ranks.
-fn run_all(models: &[&Model], tokens: &TokenFile) {
+fn run_all(models: &[&Model], tokens: &Blend) {
     let num_ranks = models.iter().map(|model| model.table.ranks().len() as u32).sum();
     let stop = AtomicBool::new(false);
     World::run(num_ranks, WorldOptions::default(), |context| {

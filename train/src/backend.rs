@@ -40,6 +40,11 @@ impl Device {
         }
     }
 
+    /// Whether attention can be kept to the keys from one position on.
+    pub fn hides_documents(&self) -> bool {
+        matches!(self, Device::Cpu)
+    }
+
     /// A rank's memory, with the buffers of `plan`. Under canonical numerics nothing is used whose bits depend on how work is
     /// cut.
     ///

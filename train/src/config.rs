@@ -7,6 +7,7 @@ pub(crate) mod tests;
 
 pub use check::ConfigError;
 
+use crate::evaluate::Evaluation;
 use mesh::{BatchSchedule, DType, ParallelConfig, ScheduleConfig};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -21,6 +22,9 @@ pub struct TrainConfig {
     pub parallel: ParallelConfig,
     /// Samples of each step.
     pub batch: BatchSchedule,
+    /// Samples that were asked for, where a step may take fewer so that they divide over the ranks.
+    #[serde(default)]
+    pub asked_batch: Option<BatchSchedule>,
     /// Optimizer settings.
     pub optimizer: OptimizerConfig,
     /// Learning rate and weight decay over samples.
@@ -43,6 +47,25 @@ pub struct TrainConfig {
     /// Iterations whose batch is passed over: the numbers of iterations done before them.
     #[serde(default)]
     pub iterations_to_skip: BTreeSet<u64>,
+    /// What the end tokens of documents inside a sample mean; `None`: nothing, a sample is one text.
+    #[serde(default)]
+    pub documents: Option<Documents>,
+    /// When the validation loss is computed; `None` is never.
+    #[serde(default)]
+    pub evaluation: Option<Evaluation>,
+}
+
+/// What the end tokens of documents inside a sample mean.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Documents {
+    /// The token that ends a document.
+    pub end_token: u32,
+    /// Whether the positions of a document count from 0.
+    pub reset_positions: bool,
+    /// Whether tokens see those of their own document alone.
+    pub reset_attention: bool,
+    /// Whether what follows an end token is no target: the first token of the next document.
+    pub mask_loss: bool,
 }
 
 /// A decoder of the kind of Llama or GPT-2. What lacks in an older checkpoint is Llama's.
@@ -312,6 +335,21 @@ impl fmt::Display for PositionEmbedding {
                 write!(f, "learned_absolute of {max_positions} positions")
             }
         }
+    }
+}
+
+/// `end token 256 resets positions, resets attention, masks the next target`.
+impl fmt::Display for Documents {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Documents { end_token, reset_positions, reset_attention, mask_loss } = *self;
+        let effects = [
+            (reset_positions, "resets positions"),
+            (reset_attention, "resets attention"),
+            (mask_loss, "masks the next target"),
+        ];
+        let effects: Vec<&str> =
+            effects.into_iter().filter(|(is_on, _)| *is_on).map(|(_, effect)| effect).collect();
+        write!(f, "end token {end_token} {}", effects.join(", "))
     }
 }
 

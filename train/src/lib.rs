@@ -7,6 +7,7 @@ pub mod backend;
 pub mod comm;
 pub mod config;
 pub mod data;
+pub mod evaluate;
 pub mod model;
 pub mod numerics;
 mod optim;

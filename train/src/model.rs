@@ -10,7 +10,9 @@ mod mlp;
 pub mod params;
 
 use crate::backend::{Accumulate, Buffers, Center, Dropout, Heads, HiddenSite, Lifetime, Op, View};
-use crate::config::{Activation, Canonical, Normalization, Numerics, PositionEmbedding, TrainConfig};
+use crate::config::{
+    Activation, Canonical, Documents, Normalization, Numerics, PositionEmbedding, TrainConfig,
+};
 use crate::parallel::context::GatheredKv;
 use crate::parallel::tensor::{gather_tokens, reduce_tokens};
 use crate::parallel::{Machine, StepError};
@@ -31,6 +33,10 @@ pub struct MicroBatch {
     pub weights: Vec<f32>,
     /// Position of each token in its sample, M.
     pub positions: Vec<i32>,
+    /// Position of each token in its document, M; empty where documents are not told apart.
+    pub document_positions: Vec<i32>,
+    /// Position in its sample of the first token of each token's document, M; empty as well.
+    pub document_starts: Vec<i32>,
     /// Ordinal of each token's sample in the run, M.
     pub samples: Vec<i64>,
 }
@@ -101,7 +107,10 @@ pub(crate) struct Inputs {
     pub tokens: View,
     pub targets: View,
     pub weights: View,
+    /// Where tokens lie in their sample, and where the model is told they lie.
     pub positions: View,
+    told_positions: View,
+    pub first_keys: Option<View>,
     pub samples: View,
     rope: Option<Rope>,
 }
@@ -213,11 +222,20 @@ impl Model {
         let dtype = sizes.dtype;
         let (m, ms, h) = (sizes.tokens, sizes.share_tokens, sizes.hidden);
         let d = sizes.heads.head_dim;
+        let positions = declare("positions", DType::I32, m, 1);
+        let documents = config.documents;
+        let reset = |is_on: fn(&Documents) -> bool| documents.is_some_and(|documents| is_on(&documents));
         let inputs = Inputs {
             tokens: declare("tokens", DType::I32, m, 1),
             targets: declare("targets", DType::I32, m, 1),
             weights: declare("loss_weights", DType::F32, m, 1),
-            positions: declare("positions", DType::I32, m, 1),
+            positions,
+            told_positions: match reset(|documents| documents.reset_positions) {
+                true => declare("document_positions", DType::I32, m, 1),
+                false => positions,
+            },
+            first_keys: reset(|documents| documents.reset_attention)
+                .then(|| declare("document_starts", DType::I32, m, 1)),
             samples: declare("samples", DType::I64, m, 1),
             rope: (config.model.position_embedding == PositionEmbedding::Rope).then(|| Rope {
                 table: declare("rope_table", DType::F32, seq, d),
@@ -297,6 +315,19 @@ impl Model {
         machine.weights.drain(machine.be, machine.comms)
     }
 
+    /// Forward alone, up to the loss: adds to `loss_sum`, I64 `[1, 1]`.
+    pub(crate) fn evaluate(
+        &self,
+        machine: &mut Machine,
+        batch: &MicroBatch,
+        loss_sum: View,
+    ) -> Result<(), StepError> {
+        self.upload(machine, batch)?;
+        self.forward(machine)?;
+        self.loss.forward(machine, self, loss_sum)?;
+        machine.weights.rewind(machine.be, machine.comms)
+    }
+
     /// Forward alone: this rank's columns of the logits of its own tokens, `[M, Vl]`, without those that are padding.
     pub(crate) fn logits(&self, machine: &mut Machine, batch: &MicroBatch) -> Result<View, StepError> {
         self.upload(machine, batch)?;
@@ -311,6 +342,12 @@ impl Model {
         machine.be.upload(self.inputs.targets, bytemuck::cast_slice(&batch.targets))?;
         machine.be.upload(self.inputs.weights, bytemuck::cast_slice(&batch.weights))?;
         machine.be.upload(self.inputs.positions, bytemuck::cast_slice(&batch.positions))?;
+        if self.inputs.told_positions != self.inputs.positions {
+            machine.be.upload(self.inputs.told_positions, bytemuck::cast_slice(&batch.document_positions))?;
+        }
+        if let Some(first_keys) = self.inputs.first_keys {
+            machine.be.upload(first_keys, bytemuck::cast_slice(&batch.document_starts))?;
+        }
         machine.be.upload(self.inputs.samples, bytemuck::cast_slice(&batch.samples))?;
         if let Some(Rope { table, values }) = &self.inputs.rope {
             machine.be.upload(*table, bytemuck::cast_slice(values))?;
@@ -333,7 +370,7 @@ impl Model {
         reduce_tokens(machine, "embedding.reduce", work.partial, work.delta)?;
         if let Some(positions) = self.table.positions {
             let table = machine.weights.home(positions).weight;
-            let tokens = self.sizes.share(self.inputs.positions);
+            let tokens = self.sizes.share(self.inputs.told_positions);
             machine.run(Op::Embed { tokens, table, first_row: 0, out: work.delta, accumulate: true })?;
         }
         self.hidden_dropout(machine, work.delta, 0, HiddenSite::Embedding)?;
@@ -387,7 +424,7 @@ impl Model {
         self.block_grad(machine, 0, HiddenSite::Embedding, "embedding.gather_grad")?;
         let add = self.sizes.add;
         if let Some(positions) = self.table.positions {
-            let (tokens, d_out) = (self.sizes.share(self.inputs.positions), work.d_delta);
+            let (tokens, d_out) = (self.sizes.share(self.inputs.told_positions), work.d_delta);
             let acc = machine.weights.home(positions).grad;
             machine.run(Op::EmbedBackward { tokens, d_out, first_row: 0, acc, add })?;
         }
@@ -487,7 +524,7 @@ impl Model {
     /// Rotates the queries and keys of `qkv`, or rotates them back, if positions are rotary.
     fn rotate(&self, machine: &mut Machine, qkv: View, inverse: bool) -> Result<(), StepError> {
         let Some(Rope { table, .. }) = &self.inputs.rope else { return Ok(()) };
-        let (positions, heads) = (self.inputs.positions, self.sizes.heads);
+        let (positions, heads) = (self.inputs.told_positions, self.sizes.heads);
         Ok(machine.run(Op::Rope { qkv, positions, table: *table, heads, inverse })?)
     }
 

@@ -128,10 +128,8 @@ pub(crate) fn load(
         counters.optimizer_steps = 0;
     }
     let iteration = if resume.selection.counters { commit.iteration } else { 0 };
-    let scheduler_samples = match saved {
-        Some(saved) if resume.selection.optimizer => saved.scheduler.num_steps,
-        _ => 0,
-    };
+    let scheduler = saved.as_ref().map(|saved| saved.scheduler.clone()).unwrap_or_default();
+    let scheduler_samples = if resume.selection.optimizer { scheduler.num_steps } else { 0 };
 
     let mut own: Vec<OwnShard> = own_shards(state.table(), trainer.groups())?;
     let cells = own
@@ -157,8 +155,8 @@ pub(crate) fn load(
 
     let mut notes = Vec::new();
     let mut level = Level::L0;
-    if resume.selection.counters {
-        match other_samples(differences) {
+    if let Some(saved) = saved {
+        match other_samples(differences, saved.config.batch == trainer.config().batch) {
             None => level = Level::L1,
             Some(note) => notes.push(note),
         }
@@ -181,6 +179,7 @@ pub(crate) fn load(
         counters,
         iteration,
         scheduler_samples,
+        evaluated: scheduler.evaluated,
         num_tensors: loaded.num_tensors,
         bytes_read: loaded.bytes_read,
         seconds: start.elapsed().as_secs_f64(),
@@ -261,6 +260,8 @@ pub struct Resumed {
     pub iteration: u64,
     /// Samples behind successful updates.
     pub scheduler_samples: u64,
+    /// Iterations done at the last evaluation.
+    pub evaluated: u64,
     /// Tensors that were loaded.
     pub num_tensors: usize,
     /// Bytes that all ranks read.

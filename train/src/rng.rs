@@ -155,6 +155,7 @@ pub struct DataOrder {
     seed: u32,
     num_samples: u64,
     half_bits: u32,
+    file: u32,
 }
 
 impl DataOrder {
@@ -163,9 +164,17 @@ impl DataOrder {
     /// # Panics
     /// If there is none: data sets without samples are refused when they are opened.
     pub fn new(seed: u32, num_samples: u64) -> Self {
+        DataOrder::of_file(0, seed, num_samples)
+    }
+
+    /// The order of the samples of one file of several, each of which has its own; that of file 0 is [`new`](Self::new).
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn of_file(file: u32, seed: u32, num_samples: u64) -> Self {
         assert!(num_samples > 0, "an order of no samples");
         let half_bits = (1..32).find(|bits| 1u64 << (2 * bits) >= num_samples).unwrap_or(32);
-        DataOrder { seed, num_samples, half_bits }
+        DataOrder { seed, num_samples, half_bits, file }
     }
 
     /// The sample seen at `position` (samples consumed before it since the run began), by a Feistel network that is
@@ -180,7 +189,7 @@ impl DataOrder {
         loop {
             let (mut left, mut right) = ((x >> self.half_bits) as u32, x as u32 & mask);
             for round in 0..6 {
-                let word = philox([right, round, epoch, 0], [self.seed, DATA_ORDER])[0];
+                let word = philox([right, round, epoch, self.file], [self.seed, DATA_ORDER])[0];
                 (left, right) = (right, left ^ (word & mask));
             }
             x = u64::from(left) << self.half_bits | u64::from(right);

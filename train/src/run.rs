@@ -12,7 +12,8 @@ use crate::comm::CommError;
 use crate::comm::threads::{RankContext, RankFailure, Reason, World, WorldError, WorldOptions};
 use crate::config::ConfigError;
 use crate::data::TokenFileError;
-use crate::data::sampler::{EmptyEpoch, RankReader};
+use crate::data::sampler::{RankReader, SamplerError};
+use crate::evaluate::{Evaluated, Evaluator};
 use crate::parallel::{Comms, StepError};
 use crate::resume::{ALGORITHM, ResumeError, Resumed, SchedulerState, load};
 use crate::state::{RunState, Streams};
@@ -45,10 +46,16 @@ impl Job<'_> {
 
     /// Checks that the device has kernels for the model.
     fn check_device(&self) -> Result<(), ConfigError> {
-        let head_dim = self.run.config().model.kv_channels as u64;
-        match self.device.head_dim_max().filter(|max| head_dim > *max) {
-            Some(max) => Err(ConfigError::TooLarge { what: "kv-channels", value: head_dim, max }),
-            None => Ok(()),
+        let config = self.run.config();
+        let head_dim = config.model.kv_channels as u64;
+        if let Some(max) = self.device.head_dim_max().filter(|max| head_dim > *max) {
+            return Err(ConfigError::TooLarge { what: "kv-channels", value: head_dim, max });
+        }
+        match config.documents.is_some_and(|documents| documents.reset_attention) {
+            true if !self.device.hides_documents() => {
+                Err(ConfigError::Device { what: "reset-attention-mask" })
+            }
+            _ => Ok(()),
         }
     }
 }
@@ -81,6 +88,13 @@ pub enum Event {
         iteration: u64,
         /// Samples used so far, this batch included.
         consumed_samples: u64,
+    },
+    /// The validation loss was computed.
+    Evaluated {
+        /// Iterations done.
+        iteration: u64,
+        /// What it came to.
+        evaluated: Evaluated,
     },
     /// An epoch ended and left samples unused.
     SamplesDropped {
@@ -157,9 +171,9 @@ pub enum RunError {
     /// A batch size in force does not divide over the ranks.
     #[error(transparent)]
     Batch(#[from] BatchError),
-    /// The data set gives no batch.
+    /// The data set gives no order of samples.
     #[error(transparent)]
-    EmptyEpoch(#[from] EmptyEpoch),
+    Sampler(#[from] SamplerError),
     /// A step failed.
     #[error(transparent)]
     Step(#[from] StepError),
@@ -200,7 +214,7 @@ impl RunError {
             RunError::Build(error) => error.code(),
             RunError::Resume(error) => error.code(),
             RunError::Tokens(error) => error.code(),
-            RunError::EmptyEpoch(error) => error.code(),
+            RunError::Sampler(error) => error.code(),
             RunError::Step(error) => error.code(),
             RunError::Save { source, .. } => source.code(),
             RunError::NotFinite { .. } => "RM3201",
@@ -218,7 +232,7 @@ impl RunError {
             RunError::Build(error) => error.help().to_owned(),
             RunError::Resume(error) => error.help(),
             RunError::Tokens(error) => error.help(),
-            RunError::EmptyEpoch(error) => error.help().to_owned(),
+            RunError::Sampler(error) => error.help(),
             RunError::Step(error) => error.help().to_owned(),
             RunError::Save { source, .. } => source.help(),
             RunError::NotFinite { .. } => {
@@ -262,19 +276,18 @@ pub fn run_rank(
     let config = job.run.config();
     let mut rank = RankRun::new(job, groups, key_prefix, context)?;
     rank.resume()?;
-    while rank.iteration < config.train_iters {
+    // A signal may have come between the step that was saved and its evaluation.
+    let mut stopped = rank.evaluate_if_due()?;
+    while !stopped && rank.iteration < config.train_iters {
         match config.iterations_to_skip.contains(&rank.iteration) {
             true => rank.pass_over()?,
             false => rank.step()?,
         }
-        let stopped = rank.is_stopped()?;
+        stopped = rank.is_stopped()? || rank.evaluate_if_due()?;
         if stopped {
             rank.tell(|| Event::Stopping { iteration: rank.iteration })?;
         }
         rank.save_if_due(stopped || rank.iteration == config.train_iters)?;
-        if stopped {
-            break;
-        }
     }
     Ok(RunEnd { iteration: rank.iteration, stopped: rank.iteration < config.train_iters })
 }
@@ -287,13 +300,18 @@ pub struct RankRun<'a> {
     state: RunState,
     streams: Streams,
     reader: RankReader,
+    evaluator: Option<Evaluator<'a>>,
     schedule: Schedule,
     saver: Option<Saver>,
     key_prefix: String,
     iteration: u64,
     counters: Counters,
+    /// Samples of the last step, fillers included.
+    batch_size: u64,
     /// Samples behind successful updates.
     scheduler_samples: u64,
+    /// Iterations done at the last evaluation.
+    evaluated: u64,
     skipped_in_a_row: u32,
     failed_saves: u32,
     /// Names that an allow list let pass at the resume.
@@ -328,13 +346,16 @@ impl<'a> RankRun<'a> {
             state,
             streams: Streams::derive(config.seed, groups, 0),
             reader: RankReader::new(config, groups),
+            evaluator: job.run.evaluator(groups),
             schedule: Schedule::new(config.schedule.clone(), &config.batch)?,
             saver,
             key_prefix: key_prefix.to_owned(),
             trainer,
             iteration: 0,
             counters: Counters::default(),
+            batch_size: config.batch.size_at(0),
             scheduler_samples: 0,
+            evaluated: 0,
             skipped_in_a_row: 0,
             failed_saves: 0,
             partial: Vec::new(),
@@ -362,7 +383,9 @@ impl<'a> RankRun<'a> {
         let resumed = load(from, &mut self.trainer, &self.state, &mut self.streams)?;
         self.iteration = resumed.iteration;
         self.counters = resumed.counters;
+        self.batch_size = self.job.run.sampler().batch_size(self.counters.consumed_train_samples);
         self.scheduler_samples = resumed.scheduler_samples;
+        self.evaluated = resumed.evaluated;
         self.partial = [&from.commit().partial[..], &resumed.partial].concat();
         self.partial.sort();
         self.partial.dedup();
@@ -372,15 +395,26 @@ impl<'a> RankRun<'a> {
 
     /// Passes over the batch of the next iteration: its samples are consumed, and nothing is updated.
     fn pass_over(&mut self) -> Result<(), RunError> {
-        let used = self.job.run.sampler().batch_len(self.counters.consumed_train_samples);
-        self.iteration += 1;
-        self.counters.consumed_train_samples += used;
+        let used = self.consume();
         self.counters.skipped_train_samples += used;
         self.tell(|| Event::PassedOver {
             iteration: self.iteration,
             consumed_samples: self.counters.consumed_train_samples,
         })?;
         self.tell_dropped()
+    }
+
+    /// Counts an iteration and the samples of its batch, which are returned. What was asked for beyond them is skipped.
+    fn consume(&mut self) -> u64 {
+        let (run, consumed) = (&self.job.run, self.counters.consumed_train_samples);
+        let used = run.sampler().batch_len(consumed);
+        self.batch_size = run.sampler().batch_size(consumed);
+        let asked =
+            run.config().asked_batch.as_ref().map_or(self.batch_size, |batch| batch.size_at(consumed));
+        self.iteration += 1;
+        self.counters.consumed_train_samples += used;
+        self.counters.skipped_train_samples += asked - self.batch_size;
+        used
     }
 
     /// Says what an epoch that just ended has left unused.
@@ -408,14 +442,12 @@ impl<'a> RankRun<'a> {
         };
         let outcome = self.trainer.step(&batch, &settings)?;
 
-        let used = self.job.run.sampler().batch_len(consumed);
+        let used = self.consume();
         let seq_length = self.job.run.config().parallel.seq_length();
-        self.iteration += 1;
-        self.counters.consumed_train_samples += used;
         self.counters.tokens += used * seq_length;
         if outcome.applied {
             self.counters.optimizer_steps += 1;
-            self.scheduler_samples += self.job.run.sampler().batch_size(consumed);
+            self.scheduler_samples += self.batch_size;
             self.skipped_in_a_row = 0;
         } else {
             self.counters.skipped_train_samples += used;
@@ -441,6 +473,21 @@ impl<'a> RankRun<'a> {
         }
     }
 
+    /// Computes the validation loss if it is due after this iteration and is not there yet. True if any rank is asked to stop
+    /// before it is: it is computed when the run goes on.
+    fn evaluate_if_due(&mut self) -> Result<bool, RunError> {
+        let Some(evaluator) = &self.evaluator else { return Ok(false) };
+        let iteration = self.iteration;
+        if self.evaluated == iteration || !evaluator.is_due(iteration, self.job.run.config().train_iters) {
+            return Ok(false);
+        }
+        let Some(evaluated) = evaluator.run(&mut self.trainer, self.job.stop)? else { return Ok(true) };
+        self.evaluated = iteration;
+        self.counters.consumed_valid_samples += evaluated.samples;
+        self.tell(|| Event::Evaluated { iteration, evaluated })?;
+        Ok(false)
+    }
+
     /// Whether any rank was asked to stop: all of them stop after the same step.
     fn is_stopped(&self) -> Result<bool, RunError> {
         let asked = u8::from(self.job.stop.load(Ordering::Relaxed));
@@ -450,7 +497,11 @@ impl<'a> RankRun<'a> {
 
     fn save_if_due(&mut self, last: bool) -> Result<(), RunError> {
         let Some(policy) = &self.job.save else { return Ok(()) };
-        match last || (policy.interval > 0 && self.iteration.is_multiple_of(policy.interval)) {
+        let is_interval = policy.interval > 0 && self.iteration.is_multiple_of(policy.interval);
+        // Before the batch changes, so that what comes then can be tried again.
+        let consumed = self.counters.consumed_train_samples;
+        let changes = self.job.run.sampler().batch_size(consumed) != self.batch_size;
+        match last || is_interval || changes {
             true => self.save(policy, last),
             false => Ok(()),
         }
@@ -493,6 +544,7 @@ impl<'a> RankRun<'a> {
     fn header(&self, policy: &SavePolicy) -> Result<Header, RunError> {
         let config = self.job.run.config();
         let json = |value: Result<_, serde_json::Error>| value.expect("plain data");
+        let scheduler = SchedulerState { num_steps: self.scheduler_samples, evaluated: self.evaluated };
         // One rank reads the next batch for all of them.
         let data = match self.is_first {
             true => serde_json::to_vec(&self.job.run.data(self.counters.consumed_train_samples)?),
@@ -505,7 +557,7 @@ impl<'a> RankRun<'a> {
             writer: policy.writer.clone(),
             run: RunRecord {
                 counters: self.counters,
-                scheduler: json(serde_json::to_value(SchedulerState { num_steps: self.scheduler_samples })),
+                scheduler: json(serde_json::to_value(scheduler)),
                 groups: json(serde_json::to_value(self.trainer.param_groups(&self.key_prefix))),
                 layout: *config.parallel.layout(),
                 numerics: json(serde_json::to_value(&config.numerics)),

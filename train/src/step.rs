@@ -13,7 +13,10 @@ use crate::parallel::{Comms, Machine, StepError};
 use crate::rng::init_normal;
 use crate::state::{RunState, Streams};
 use half::bf16;
-use mesh::{DType, GroupKind, Indivisible, MissingGroups, ProcessGroups, Region, TensorKey, paired_runs};
+use mesh::{
+    DType, GroupKind, Indivisible, MissingGroups, ParallelConfig, ProcessGroups, Region, TensorKey,
+    paired_runs,
+};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::rc::Rc;
@@ -32,6 +35,8 @@ pub struct Trainer {
 /// The program of a step over its buffers.
 pub(crate) struct Program {
     pub model: Model,
+    /// The same program for the micro-batches of evaluations, where these have another size.
+    validation: Option<Model>,
     pub weights: WeightStore,
     pub optimizer: Optimizer,
     /// The loss's fixed-point sum and the count it is divided by, I64 `[1, 2]`.
@@ -96,6 +101,16 @@ pub struct StepOutcome {
     pub applied: bool,
 }
 
+/// What the losses of a batch add up to.
+pub(crate) struct LossSum {
+    /// In units of 2^-(fraction bits of losses).
+    pub fixed_point: i64,
+    /// What it is divided by.
+    pub count: u64,
+    /// Whether this rank's losses were finite and their sum cannot have left its range.
+    pub in_range: bool,
+}
+
 /// The optimizer's groups of parameters, by name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ParamGroups {
@@ -108,6 +123,10 @@ pub struct ParamGroups {
 impl Program {
     fn new(config: &TrainConfig, groups: &ProcessGroups, buffers: &mut Buffers) -> Result<Self, BuildError> {
         let model = Model::new(config, groups, buffers);
+        let evaluations = config.evaluation.map(|evaluation| evaluation.parallel);
+        let validation = evaluations
+            .filter(|parallel| parallel.micro_batch_size() != config.parallel.micro_batch_size())
+            .map(|parallel| Model::new(&TrainConfig { parallel, ..config.clone() }, groups, buffers));
         let (dtype, acc) = (config.precision.dtype(), model.sizes().add.dtype());
         let homes = Homes::new(model.table(), groups, dtype, acc, buffers)?;
         let whole_grads = WholeGrads {
@@ -122,7 +141,7 @@ impl Program {
             Numerics::Fast => Reduce::Sum,
         };
         let (_, loss_bits) = config.numerics.loss();
-        Ok(Program { model, weights, optimizer, stats, loss_bits, tp_sum })
+        Ok(Program { model, validation, weights, optimizer, stats, loss_bits, tp_sum })
     }
 
     fn zero_grads(&mut self, be: &mut dyn Backend) -> Result<(), StepError> {
@@ -144,15 +163,14 @@ impl Program {
         self.model.run(machine, batch, loss_sum)
     }
 
-    /// The sum of all weighted token losses, and the count it is divided by.
-    fn reduce_loss(&self, be: &mut dyn Backend, comms: &Comms, count: u64) -> Result<(f64, u64), StepError> {
+    /// The sum of all weighted token losses, in fixed point, and the count it is divided by.
+    fn reduce_loss(&self, be: &mut dyn Backend, comms: &Comms, count: u64) -> Result<(i64, u64), StepError> {
         be.upload(self.stats.col_range(1, 2), &(count as i64).to_le_bytes())?;
         let ticket = comms.dp_cp_gtp_remat.all_reduce(be, "loss.reduce", Reduce::Fixed, self.stats)?;
         comms.dp_cp_gtp_remat.wait(be, ticket)?;
         let mut stats = [0i64; 2];
         be.download(self.stats, bytemuck::cast_slice_mut(&mut stats))?;
-        let loss = stats[0] as f64 / (1u64 << self.loss_bits) as f64;
-        Ok((loss, stats[1] as u64))
+        Ok((stats[0], stats[1] as u64))
     }
 
     /// Runs everything once on a recorder, twice: the first time the weight store learns the order of uses.
@@ -166,6 +184,12 @@ impl Program {
         self.weights.finish_learning();
         let mut recorder = Recorder::new(buffers);
         self.record_once(&mut recorder, recorded)?;
+        if let Some(validation) = &self.validation {
+            // Whole, so that each of its buffers has a place; none lives while one of training does.
+            let (weights, tp_sum) = (&mut self.weights, self.tp_sum);
+            let machine = &mut Machine { be: &mut recorder, comms: learning, weights, tp_sum, drops: true };
+            validation.run(machine, &MicroBatch::default(), self.stats.col_range(0, 1))?;
+        }
         Ok(recorder.plan())
     }
 
@@ -421,6 +445,35 @@ impl Trainer {
         Ok(logits)
     }
 
+    /// The sum of the token losses of a batch of which `batch` is this rank's part under `parallel`, without dropout. Gradients and state
+    /// stay as they are. Collective.
+    ///
+    /// # Errors
+    /// A failed collective or device.
+    pub(crate) fn evaluate(
+        &mut self,
+        batch: &RankBatch,
+        parallel: &ParallelConfig,
+    ) -> Result<LossSum, StepError> {
+        let Trainer { config, comms, be, program, .. } = self;
+        let be = be.as_mut();
+        be.run(Op::Zero { dst: program.stats })?;
+        let loss_sum = program.stats.col_range(0, 1);
+        let model = program.validation.as_ref().unwrap_or(&program.model);
+        for micro_batch in &batch.micro_batches {
+            let (weights, tp_sum) = (&mut program.weights, program.tp_sum);
+            model.evaluate(
+                &mut Machine { be, comms, weights, tp_sum, drops: false },
+                micro_batch,
+                loss_sum,
+            )?;
+        }
+        let (fixed_point, count) = program.reduce_loss(be, comms, batch.count)?;
+        let leaves = parallel.global_batch_size() * parallel.seq_length() / config.numerics.loss().0 as u64;
+        let in_range = f64::from(be.take_fixed_point_peak()?) * leaves as f64 <= 1.0;
+        Ok(LossSum { fixed_point, count, in_range })
+    }
+
     /// One optimizer step over the global batch of which `batch` is this rank's part. Collective.
     ///
     /// # Errors
@@ -434,6 +487,7 @@ impl Trainer {
             program.micro_batch(be, comms, micro_batch)?;
         }
         let (loss_sum, count) = program.reduce_loss(be, comms, batch.count)?;
+        let loss_sum = loss_sum as f64 / (1u64 << program.loss_bits) as f64;
         let count = count.max(1); // a batch without valid tokens changes nothing
         let (micro_batch, lanes) =
             (config.parallel.micro_batch_size(), config.parallel.layout().batch_parallel_size());

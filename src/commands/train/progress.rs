@@ -2,7 +2,7 @@
 
 use crate::args::TrainArgs;
 use crate::location::local_folder;
-use crate::metrics::{self, Metrics, MetricsFile};
+use crate::metrics::{self, EvalMetrics, Metrics, MetricsFile};
 use crate::output::{Output, complain, count, human_bytes, saved_layout};
 use crate::report::Refusal;
 use crate::start::Start;
@@ -11,6 +11,7 @@ use serde::Serialize;
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 use train::config::TrainConfig;
+use train::evaluate::Evaluated;
 use train::resume::{Level, Resumed};
 use train::run::{Event, Step};
 
@@ -42,6 +43,17 @@ struct State {
     resumed: Option<Vec<String>>,
 }
 
+impl State {
+    /// Appends a line to `metrics.jsonl`; what cannot be written is said once.
+    fn append(&mut self, metrics: &impl Serialize) {
+        let written = self.metrics.as_mut().map_or(Ok(()), |file| file.append(metrics));
+        if let Err(error) = written {
+            complain(format!("no more metrics are written: {error:#}"));
+            self.metrics = None;
+        }
+    }
+}
+
 /// A line with its schema, for `--json`.
 #[derive(Serialize)]
 struct Document {
@@ -58,6 +70,7 @@ pub(super) enum Line {
     Resumed(Box<ResumedLine>),
     L3(L3),
     Step(StepLine),
+    Evaluated(EvalMetrics),
     Saved { step: u64, folder: String, bytes: u64 },
     SaveFailed { step: u64, code: String, message: String, help: String },
     PassedOver { step: u64, consumed_samples: u64 },
@@ -189,6 +202,12 @@ impl<'a> Progress<'a> {
                 }
             }
             Event::Step(step) => self.step(step, &mut state)?,
+            Event::Evaluated { iteration, evaluated: Evaluated { loss, samples } } => {
+                let eval_loss = Some(*loss).filter(|loss| loss.is_finite());
+                let metrics = EvalMetrics { step: *iteration, eval_loss, eval_samples: *samples };
+                state.append(&metrics);
+                self.line(Line::Evaluated(metrics));
+            }
             Event::PassedOver { iteration, consumed_samples } => {
                 self.line(Line::PassedOver { step: *iteration, consumed_samples: *consumed_samples });
             }
@@ -219,11 +238,7 @@ impl<'a> Progress<'a> {
             let help = "leave out --strict to train on; `remesh verify` checks the checkpoint's files";
             return Err(Refusal::new("RM3111", l3.to_string(), help));
         }
-        let written = state.metrics.as_mut().map_or(Ok(()), |file| file.append(&metrics));
-        if let Err(error) = written {
-            complain(format!("no more metrics are written: {error:#}"));
-            state.metrics = None;
-        }
+        state.append(&metrics);
         let (applied, train_iters) = (step.outcome.applied, self.config.train_iters);
         let is_due = step.iteration.is_multiple_of(self.log_interval) || step.iteration == train_iters;
         if is_due || l3.is_some() || !applied {
@@ -336,6 +351,10 @@ impl fmt::Display for Line {
             Line::Resumed(resumed) => resumed.fmt(f),
             Line::L3(l3) => l3.fmt(f),
             Line::Step(step) => step.fmt(f),
+            Line::Evaluated(EvalMetrics { step, eval_loss, eval_samples }) => {
+                let loss = eval_loss.map_or_else(|| "not finite".into(), |loss| format!("{loss:.6}"));
+                write!(f, "step {step}  validation loss {loss} of {}", count(*eval_samples, "sample"))
+            }
             Line::Saved { step, folder, bytes } => {
                 write!(f, "saved step {step} to {folder}, {}", human_bytes(*bytes))
             }

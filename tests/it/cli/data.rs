@@ -1,6 +1,6 @@
 //! What `data tokenize` writes and what it leaves alone.
 
-use super::{command, ok, refused, text};
+use super::{MODEL, command, metrics, ok, refused, text};
 use expect_test::expect;
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -50,6 +50,182 @@ fn tokenizing_writes_bytes_and_an_end_token_for_each_document() {
         }
     "#]]
     .assert_eq(&std::fs::read_to_string(folder.join("tokens.tokenizer.json")).unwrap());
+}
+
+/// A folder with token files of 40 documents under `a` and of 20 under `b`.
+fn with_two_files() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, documents) in [("a", 40), ("b", 20)] {
+        let lines: String = (0..documents).map(|line| format!("{name}{line} ").repeat(30) + "\n").collect();
+        std::fs::write(folder.path().join(format!("{name}.txt")), lines).unwrap();
+        ok(folder.path(), &format!("data tokenize {name}.txt --input-format lines -o {name}"));
+    }
+    folder
+}
+
+#[test]
+fn several_files_are_trained_on_by_weight_or_as_one_and_what_they_are_is_kept() {
+    let folder = with_two_files();
+    let folder = folder.path();
+    let model = MODEL.replace("--data-path tokens", "--lr-decay-iters 3 --save run --save-interval 1");
+    let line = format!("train {model} --split 90,5,5");
+    ok(folder, &format!("{line} --train-iters 2 --data-path 0.7 a 0.3 b"));
+    let said = ok(folder, &format!("{line} --train-iters 3 --data-path 70 a 30 b"));
+    assert!(said.contains("verified L2"), "{said}");
+    for (flags, differs) in [
+        ("--data-path 0.5 a 0.5 b", "samples of index 1 × documents 0 to 36 of "),
+        ("--data-path a b", "samples of index documents 0 to 36 of "),
+        ("--data-path 0.7 a 0.3 b --split 80,20", "samples of index 7 × documents 0 to 32 of "),
+    ] {
+        let said = refused(folder, &format!("{line} --train-iters 4 {flags}"), 2);
+        assert!(
+            said.contains("samples of index 7 × documents 0 to 36 of ") && said.contains(differs),
+            "{said}"
+        );
+        assert!(said.contains("--allow-change data"), "{said}");
+    }
+    // In a file words of a list.
+    let file = "[data]\ndata_path = [\"0.7\", \"a\", \"0.3\", \"b\"]\nsplit = \"90,5,5\"\n";
+    std::fs::write(folder.join("run.toml"), file).unwrap();
+    let by_file = model.replace("--save run", "--save file");
+    ok(folder, &format!("train {by_file} --train-iters 3 --config run.toml"));
+    assert_eq!(metrics(folder, "file"), metrics(folder, "run"));
+}
+
+#[test]
+fn a_run_is_evaluated_on_the_validation_part_or_on_files_of_its_own() {
+    let folder = with_two_files();
+    let folder = folder.path();
+    let model = MODEL.replace("--data-path tokens", "--train-iters 3 --eval-interval 2");
+    let said = ok(folder, &format!("train {model} --data-path a --split 80,20 --eval-iters 2 --save run"));
+    let lines: Vec<&str> = said.lines().filter(|line| line.contains("validation loss")).collect();
+    assert!(lines.len() == 2 && lines[0].starts_with("step 2  validation loss 5."), "{said}");
+    assert!(lines[1].starts_with("step 3  ") && lines[1].ends_with(" of 8 samples"), "{said}");
+    let evaluations = |run: &str| {
+        let lines = std::fs::read_to_string(folder.join(run).join("metrics.jsonl")).unwrap();
+        let lines = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        lines.filter(|line| !line["eval_loss"].is_null()).collect::<Vec<_>>()
+    };
+    let found = evaluations("run");
+    assert_eq!(found.iter().map(|line| line["step"].as_u64().unwrap()).collect::<Vec<_>>(), [2, 3]);
+    // What is evaluated is no part of what the run is: the same steps, under another layout and on other data.
+    let said = ok(
+        folder,
+        &format!(
+            "train {model} --data-path a --split 80,20 --eval-iters 1 --save more --load run --train-iters 4 --cp 2"
+        ),
+    );
+    assert!(said.contains("verified L1") || said.contains("verified L2"), "{said}");
+    assert_eq!(evaluations("more")[0]["eval_samples"], 4);
+    ok(folder, &format!("train {model} --data-path a --valid-data-path 1 a 1 b --eval-iters 3 --save apart"));
+    assert_eq!(evaluations("apart")[0]["eval_samples"], 12);
+
+    let refused = |flags: &str| refused(folder, &format!("train {model} --data-path a {flags}"), 2);
+    let said = [
+        "",
+        "--split 80,20 --valid-data-path b",
+        "--valid-data-path b --eval-interval 0",
+        "--valid-data-path b --nproc-per-node 8 --weight-shards 8 --global-batch-size 8 --eval-global-batch-size 4",
+    ]
+    .map(refused);
+    expect![[r#"
+        Error: RM6004
+
+          × there are no validation data to evaluate on
+          help: say --split 969,30,1, or --valid-data-path PREFIX; --eval-iters 0 evaluates nothing
+        Error: RM6003
+
+          × `split` and `valid_data_path` are both set
+          help: leave one of them out
+        Error: RM6003
+
+          × `eval-interval` is 0
+          help: give `eval-interval` a value of at least 1
+        Error: RM2002
+
+          × batches of evaluations: global batch size 4 ÷ (micro batch size 1 × batch parallel size 8) is not exact
+          help: make `--eval-global-batch-size` a multiple of 8
+    "#]].assert_eq(&said.concat());
+    // 8 lanes take one micro-batch each of 8 samples.
+    let check = "--nproc-per-node 8 --weight-shards 8 --global-batch-size 16 --eval-global-batch-size 8";
+    ok(folder, &format!("config check {model} --data-path a --valid-data-path b {check}"));
+    let shown = ok(folder, &format!("config show {model} --data-path a --valid-data-path b {check}"));
+    for line in ["eval_global_batch_size = 8  # command line", "eval_micro_batch_size = 1  # built-in"] {
+        assert!(shown.lines().any(|shown| shown == line), "{shown}");
+    }
+}
+
+#[test]
+fn documents_are_told_apart_by_their_end_tokens() {
+    let folder = with_two_files();
+    let folder = folder.path();
+    // Several documents in each sample.
+    let lines: String = (0..200).map(|line| format!("line {line}\n")).collect();
+    std::fs::write(folder.join("short.txt"), lines).unwrap();
+    ok(folder, "data tokenize short.txt --input-format lines -o a --force");
+    let model = MODEL.replace("--data-path tokens", "--train-iters 2 --data-path a");
+    let line = format!("train {model} --reset-position-ids --reset-attention-mask --eod-mask-loss");
+    ok(folder, &format!("{line} --save run --save-interval 1"));
+    ok(folder, &format!("{line} --save cut --cp 2"));
+    assert_eq!(metrics(folder, "run"), metrics(folder, "cut"));
+    ok(folder, &format!("train {model} --save whole"));
+    assert!(metrics(folder, "run")[0] != metrics(folder, "whole")[0]);
+    let said = refused(folder, &format!("train {model} --load run@1 --save other --eod-mask-loss"), 2);
+    assert!(
+        said.contains("documents is end token 256 resets positions, resets attention, masks the next target in the checkpoint but end token 256 masks the next target here"),
+        "{said}"
+    );
+    std::fs::remove_file(folder.join("a.tokenizer.json")).unwrap();
+    expect![[r#"
+        Error: RM6004
+
+          × documents are to be told apart, and no `PREFIX.tokenizer.json` says which token ends one
+          help: its `eod` does, as `remesh data tokenize` writes it
+    "#]]
+    .assert_eq(&refused(folder, &format!("{line} --vocab-size 257"), 2));
+}
+
+#[test]
+fn data_paths_that_make_no_data_set_are_refused() {
+    let folder = with_two_files();
+    let folder = folder.path();
+    let model = MODEL.replace("--data-path tokens", "--train-iters 1");
+    let refused = |flags: &str| refused(folder, &format!("train {model} {flags}"), 2);
+    let said = [
+        "--data-path 0 a 1 b",
+        "--data-path 0.33333333 a 1 b",
+        "--data-path a --split 0,1",
+        "--data-path 1 a 2 b --epoch-tail drop",
+    ]
+    .map(refused);
+    expect![[r#"
+        Error: RM6003
+
+          × weight `0` is no decimal number above 0
+          help: as in `0.7 PREFIX 0.3 PREFIX`; weights are compared with one another and need not add up to 1
+        Error: RM6003
+
+          × the weights are exact only every 133333333 samples, and every 1048576 is the most that is done
+          help: use fewer digits; rounded to parts of 10000 the weights are 2500, 7500
+        Error: RM6003
+
+          × `0,1` is no split: up to three decimal numbers between commas, the first of them above 0
+          help: as in `969,30,1`: parts of training, validation and test
+        Error: RM6003
+
+          × epoch tail `drop` counts epochs of all data, and files with weights have an epoch each
+          help: use --epoch-tail span, or leave out the weights
+    "#]]
+    .assert_eq(&said.concat());
+    let tokenizer = format!("data tokenize a.txt --tokenizer {FIXTURE}/tokenizer.json -o c");
+    ok(folder, &tokenizer);
+    expect![[r#"
+        Error: RM1030
+
+          × the tokens of `b` and `c` are of different tokenizers
+          help: each PREFIX.tokenizer.json says which; tokenize the text of all with the same `--tokenizer`
+    "#]]
+    .assert_eq(&refused("--data-path a b c"));
 }
 
 #[test]

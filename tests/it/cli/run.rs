@@ -79,6 +79,37 @@ fn steps_that_are_not_finite_end_a_run() {
     ok(folder, "verify run");
 }
 
+/// 10 samples a step are asked for: 3 lanes of 2 take 6 of them, 2 lanes 8, and one lane all.
+#[test]
+fn a_batch_that_does_not_divide_may_be_decreased_and_what_is_left_out_is_counted() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let model = MODEL
+        .replace("--micro-batch-size 1 --global-batch-size 4", "--micro-batch-size 2 --global-batch-size 10");
+    let line = format!("train {model} --decrease-batch-size-if-needed --save run --save-interval 1");
+    assert!(refused(folder, &format!("train {model} --train-iters 1 --dp 3"), 2).contains("RM2002"));
+    ok(folder, &format!("{line} --train-iters 2 --dp 3"));
+    let said = ok(folder, &format!("{line} --train-iters 3 --dp 2"));
+    assert!(said.contains("verified L0"), "{said}");
+    assert!(
+        said.contains("the next samples are others: what the layout takes of the global batch changed"),
+        "{said}"
+    );
+    ok(folder, &format!("{line} --train-iters 4"));
+    let consumed: Vec<u64> = metrics(folder, "run").iter().map(|line| line.consumed_samples).collect();
+    assert_eq!(consumed, [6, 12, 20, 30]);
+    let counters = |step: u32| {
+        let inspected: serde_json::Value =
+            serde_json::from_str(&ok(folder, &format!("inspect run@{step} --json"))).unwrap();
+        inspected["commit"]["counters"]["skipped_train_samples"].as_u64().unwrap()
+    };
+    assert_eq!([1, 2, 3, 4].map(counters), [4, 8, 10, 10]);
+    // What was asked for is what must stay.
+    let said = refused(folder, &format!("{line} --train-iters 5 --global-batch-size 12"), 2);
+    assert!(said.contains("global-batch-size is 10 in the checkpoint but 12 here"), "{said}");
+    assert!(refused(folder, &format!("{line} --train-iters 5 --dp 8"), 2).contains("RM2002"));
+}
+
 /// 2 samples a step, 3 from the 4th consumed sample on, 4 from the 8th.
 #[test]
 fn a_batch_that_grows_is_resumed_by_what_was_consumed() {
@@ -90,6 +121,13 @@ fn a_batch_that_grows_is_resumed_by_what_was_consumed() {
     ok(folder, &format!("{ramp} --train-iters 3 --lr-decay-iters 6 --save run"));
     ok(folder, &format!("{ramp} --train-iters 6 --save run"));
     ok(folder, &format!("{ramp} --train-iters 6 --lr-decay-iters 6 --save straight"));
+    // A step is saved before the batch changes.
+    let steps = ok(folder, "ls straight --json");
+    let steps: serde_json::Value = serde_json::from_str(&steps).unwrap();
+    let mut steps: Vec<_> =
+        steps["checkpoints"].as_array().unwrap().iter().map(|step| step["step"].as_u64()).collect();
+    steps.sort_unstable();
+    assert_eq!(steps, [2, 4, 6].map(Some));
     assert_eq!(consumed("straight"), [2, 4, 7, 10, 14, 18]);
     let numbers = |run: &str| {
         let lines = metrics(folder, run);

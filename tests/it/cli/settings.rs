@@ -16,7 +16,7 @@ fn a_pasted_launch_script_is_taken_and_what_makes_no_difference_is_named() {
                   --attention-dropout 0.0 --hidden-dropout 0.0 --init-method-std 0.02 --use-flash-attn \
                   --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 \
                   --use-distributed-optimizer --overlap-grad-reduce --data-path tokens --tokenizer-type NullTokenizer \
-                  --vocab-size 257 --split 100,0,0 --save run --load run --save-interval 1 --log-interval 1 --seed 7";
+                  --vocab-size 257 --split 99,1,0 --save run --load run --save-interval 1 --log-interval 1 --seed 7";
     let output = remesh(folder, &format!("train {script}"));
     assert!(output.status.success(), "{}", text(&output.stderr));
     expect![[r#"
@@ -388,7 +388,7 @@ fn numbers_that_cannot_be_are_refused_with_what_can() {
         Error: RM6003
 
           × `--allow-change sede`: no setting of that name may change
-          help: these may: norm-epsilon, rotary-base, hidden-dropout, attention-dropout, seq-length, global-batch-size, seed, data, epoch-tail, loss-average, optimizer, numerics
+          help: these may: norm-epsilon, rotary-base, hidden-dropout, attention-dropout, seq-length, global-batch-size, seed, data, epoch-tail, documents, loss-average, optimizer, numerics
     "#]]
     .assert_eq(&refused("--allow-change seed,sede"));
     assert!(!folder.join("run").exists());

@@ -88,11 +88,14 @@ impl Op {
             }
         };
         let is_attention = |inputs: AttentionInputs, out: View, lse: View| {
-            let AttentionInputs { qkv, kv, positions, samples, heads, batch, tile, .. } = inputs;
+            let AttentionInputs { qkv, kv, positions, first_keys, samples, heads, batch, tile, .. } = inputs;
             let (rows, dtype) = (qkv.rows, compute("qkv", qkv));
             is("qkv", qkv, dtype, rows, heads.qkv_cols());
             is("kv", kv, dtype, kv.rows, heads.kv_cols());
             is("positions", positions, I32, rows, 1);
+            if let Some(first_keys) = first_keys {
+                is("first_keys", first_keys, I32, rows, 1);
+            }
             is("samples", samples, I64, rows, 1);
             is("out", out, dtype, rows, heads.out_cols());
             is("lse", lse, F32, rows, heads.num_queries());

@@ -282,15 +282,19 @@ impl Backend for CpuBackend {
                 attention::unpack_kv(d_kv, d_qkv, heads);
             }
             Op::Attention { inputs, out, lse } => {
-                let ([], [positions]) = self.i32s.borrow([], [inputs.positions]);
+                let first_keys = inputs.first_keys.unwrap_or(inputs.positions);
+                let ([], [positions, first_keys]) = self.i32s.borrow([], [inputs.positions, first_keys]);
+                let first_keys = inputs.first_keys.map(|_| first_keys);
                 let ([], [samples]) = self.i64s.borrow([], [inputs.samples]);
                 let ([out, lse], [qkv, kv]) = self.f32s.borrow([out, lse], [inputs.qkv, inputs.kv]);
-                let call = attention::Call { inputs, qkv, kv, positions, samples };
+                let call = attention::Call { inputs, qkv, kv, positions, first_keys, samples };
                 call.forward(out, lse, &mut self.scratch);
             }
             Op::AttentionBackward { inputs, out, lse, d_out, d_qkv, d_kv, add } => {
                 let space = [&mut self.scratch, &mut self.products];
-                let ([], [positions]) = self.i32s.borrow([], [inputs.positions]);
+                let first_keys = inputs.first_keys.unwrap_or(inputs.positions);
+                let ([], [positions, first_keys]) = self.i32s.borrow([], [inputs.positions, first_keys]);
+                let first_keys = inputs.first_keys.map(|_| first_keys);
                 let reads = [inputs.qkv, inputs.kv, out, lse, d_out];
                 match add {
                     Accumulate::Fixed { bits, .. } => {
@@ -298,7 +302,7 @@ impl Backend for CpuBackend {
                         let ([d_kv], [samples]) = self.i64s.borrow([d_kv], [inputs.samples]);
                         let ([d_qkv], [qkv, kv, out, lse, d_out]) = self.f32s.borrow([d_qkv], reads);
                         let result = attention::Forward { out, lse };
-                        let call = attention::Call { inputs, qkv, kv, positions, samples };
+                        let call = attention::Call { inputs, qkv, kv, positions, first_keys, samples };
                         call.backward(result, d_out, d_qkv, d_kv, &mut fixed, space);
                         self.note_peak(fixed.peak());
                     }
@@ -307,7 +311,7 @@ impl Backend for CpuBackend {
                         let ([d_qkv, d_kv], [qkv, kv, out, lse, d_out]) =
                             self.f32s.borrow([d_qkv, d_kv], reads);
                         let result = attention::Forward { out, lse };
-                        let call = attention::Call { inputs, qkv, kv, positions, samples };
+                        let call = attention::Call { inputs, qkv, kv, positions, first_keys, samples };
                         call.backward(result, d_out, d_qkv, d_kv, &mut Float, space);
                     }
                 }

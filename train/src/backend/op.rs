@@ -112,7 +112,7 @@ pub enum Op {
     /// Puts `d_kv` (F32 `[M, G·2·d]`) into the key and value columns of `d_qkv`.
     UnpackKv { d_kv: View, d_qkv: View, heads: Heads },
     /// Causal attention of local queries over all keys of their sample, one tile of query rows at a time: rows see keys of
-    /// positions up to their own. `out`: `[M, G·q·d]`; `lse`: F32 `[M, G·q]`, log-sum-exp of the scaled scores.
+    /// positions from their first key's up to their own. `out`: `[M, G·q·d]`; `lse`: F32 `[M, G·q]`, log-sum-exp of the scaled scores.
     Attention { inputs: AttentionInputs, out: View, lse: View },
     /// Backward of attention: overwrites the query columns of `d_qkv`, adds to `d_kv`: accumulators `[B·T, G·2·d]`, to which a
     /// tile adds as a leaf does elsewhere; where they are fixed point, tile and leaf are the same.
@@ -185,6 +185,8 @@ pub struct AttentionInputs {
     pub kv: View,
     /// I32 `[M, 1]`, consecutive inside a tile.
     pub positions: View,
+    /// I32 `[M, 1]`, position of the first key that a row sees, none above its own; `None`: 0.
+    pub first_keys: Option<View>,
     /// I64 `[M, 1]`, ordinals, for dropout.
     pub samples: View,
     /// How columns are divided.
@@ -232,8 +234,8 @@ pub struct Center {
 
 impl AttentionInputs {
     /// All that is read.
-    pub fn views(&self) -> [View; 4] {
-        [self.qkv, self.kv, self.positions, self.samples]
+    pub fn views(&self) -> Vec<View> {
+        [self.qkv, self.kv, self.positions, self.samples].into_iter().chain(self.first_keys).collect()
     }
 }
 
@@ -347,7 +349,7 @@ impl Op {
             Rope { qkv, positions, table, .. } => (vec![qkv, positions, table], vec![qkv]),
             PackKv { qkv, kv, .. } => (vec![qkv], vec![kv]),
             UnpackKv { d_kv, d_qkv, .. } => (vec![d_kv], vec![d_qkv]),
-            Attention { inputs, out, lse } => (inputs.views().to_vec(), vec![out, lse]),
+            Attention { inputs, out, lse } => (inputs.views(), vec![out, lse]),
             AttentionBackward { inputs, out, lse, d_out, d_qkv, d_kv, .. } => {
                 ([&inputs.views()[..], &[out, lse, d_out, d_kv]].concat(), vec![d_qkv, d_kv])
             }

@@ -155,6 +155,8 @@ pub(crate) struct Attention<'a> {
     pub(crate) heads: Heads,
     pub(crate) batch: usize,
     pub(crate) positions: &'a [i32],
+    /// Position of the first key that each query row sees.
+    pub(crate) first_keys: &'a [i32],
     /// What a weight is multiplied by: (row, local head, key position).
     pub(crate) mask: &'a dyn Fn(usize, usize, usize) -> f64,
 }
@@ -183,7 +185,8 @@ impl Attention<'_> {
             .map(|key| {
                 let dot: f64 =
                     (0..d).map(|i| qkv[(row, query_col + i)] * kv[(first + key, 2 * group * d + i)]).sum();
-                dot / (d as f64).sqrt()
+                let is_hidden = (key as i32) < self.first_keys[row];
+                if is_hidden { f64::NEG_INFINITY } else { dot / (d as f64).sqrt() }
             })
             .collect();
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -392,7 +395,8 @@ mod tests {
     fn of_attention() {
         let heads = Heads { groups: 2, queries_per_group: 2, head_dim: 3 };
         let mask = |row: usize, head: usize, key: usize| [0.0, 1.5, 1.5][(row + 2 * head + key) % 3];
-        let attention = Attention { heads, batch: 2, positions: &[1, 3, 0, 2], mask: &mask };
+        let attention =
+            Attention { heads, batch: 2, positions: &[1, 3, 0, 2], first_keys: &[0, 2, 0, 1], mask: &mask };
         let (qkv, kv) = (random("qkv", 4, heads.qkv_cols()), random("kv", 8, heads.kv_cols()));
         let d_out = random("d", 4, heads.out_cols());
         let (d_qkv, d_kv) = attention.backward(&qkv, &kv, &d_out);

@@ -1,6 +1,7 @@
 //! What cannot be trained, and how to mend it.
 
 use super::{Canonical, EpochTail, Numerics, PositionEmbedding, TrainConfig};
+use crate::evaluate::Evaluation;
 use crate::rng;
 use mesh::{BatchError, BatchSchedule, ExpertSizes};
 
@@ -23,6 +24,13 @@ impl TrainConfig {
         ] {
             if value == 0 {
                 return Err(ConfigError::Zero { what });
+            }
+        }
+        if let Some(Evaluation { interval, iters, .. }) = self.evaluation {
+            for (what, value) in [("eval-interval", interval), ("eval-iters", iters)] {
+                if value == 0 {
+                    return Err(ConfigError::Zero { what });
+                }
             }
         }
         let rotary_pair = if m.position_embedding == PositionEmbedding::Rope { 2 } else { 1 };
@@ -276,6 +284,12 @@ pub enum ConfigError {
         /// What it can be.
         valid: &'static str,
     },
+    /// What only other devices do.
+    #[error("`{what}` is not done on this device so far")]
+    Device {
+        /// Which setting.
+        what: &'static str,
+    },
     /// More than the machine has.
     #[error("this run needs at least {wanted} bytes of memory, and there are {there}")]
     Memory {
@@ -292,6 +306,7 @@ impl ConfigError {
         match self {
             ConfigError::QueryGroups { .. } => "RM2003",
             ConfigError::Memory { .. } => "RM2050",
+            ConfigError::Device { .. } => "RM6005",
             ConfigError::Leaf { .. } => "RM2030",
             ConfigError::TpLeaves { .. } | ConfigError::TpLeavesOfModel { .. } => "RM2031",
             ConfigError::Pipeline { .. } | ConfigError::Experts { .. } => "RM2032",
@@ -331,6 +346,7 @@ impl ConfigError {
                 format!("make `{what}` a multiple of `{by}` ({divisor})")
             }
             ConfigError::TooLarge { what, max, .. } => format!("give `{what}` a value up to {max}"),
+            ConfigError::Device { what } => format!("leave out `{what}`, or use --device cpu"),
             ConfigError::Range { what, valid, .. } => format!("give `{what}` {valid}"),
             ConfigError::Memory { .. } => {
                 "check the sizes for a typing error; a smaller model, fewer ranks or a smaller batch needs less".to_owned()

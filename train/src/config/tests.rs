@@ -47,7 +47,10 @@ pub(crate) fn tiny(parallel: ParallelConfig) -> TrainConfig {
         epoch_tail: EpochTail::Span,
         max_skipped_in_a_row: 3,
         batch: BatchSchedule::constant(parallel.global_batch_size()).unwrap(),
+        asked_batch: None,
         iterations_to_skip: BTreeSet::new(),
+        documents: None,
+        evaluation: None,
     }
 }
 

@@ -59,6 +59,7 @@ pub(super) struct Index {
     pub(super) element: Element,
     pub(super) num_tokens: u64,
     pub(super) bin_bytes: u64,
+    pub(super) num_sequences: u64,
     pub(super) num_documents: u64,
 }
 
@@ -114,7 +115,18 @@ impl Index {
         }
         let num_tokens = num_tokens as u64;
         let bin_bytes = num_tokens.checked_mul(element.bytes()).ok_or("more than 2⁶⁴ bytes of tokens")?;
-        Ok(Index { element, num_tokens, bin_bytes, num_documents: borders.len() as u64 - 1 })
+        let (num_sequences, num_documents) = (sequences, borders.len() as u64 - 1);
+        Ok(Index { element, num_tokens, bin_bytes, num_sequences, num_documents })
+    }
+
+    /// Tokens of all sequences before one, or before the end if it is the number of sequences. `bytes` are what was parsed.
+    pub(super) fn tokens_before(&self, bytes: &[u8], sequence: u64) -> u64 {
+        if sequence == self.num_sequences {
+            return self.num_tokens;
+        }
+        let at = HEADER_BYTES + (self.num_sequences * 4 + sequence * 8) as usize;
+        let offset = u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        offset / self.element.bytes()
     }
 
     /// Writes the `.idx` of documents of so many tokens, each one sequence.
@@ -153,8 +165,10 @@ mod tests {
     #[test]
     fn what_is_written_is_read_and_has_the_known_bytes() {
         let bytes = index(Element::U16, &[3, 0, 2]);
-        let expected = Index { element: Element::U16, num_tokens: 5, bin_bytes: 10, num_documents: 3 };
+        let expected =
+            Index { element: Element::U16, num_tokens: 5, bin_bytes: 10, num_sequences: 3, num_documents: 3 };
         assert_eq!(Index::parse(&bytes), Ok(expected));
+        assert_eq!([0, 1, 2, 3].map(|sequence| expected.tokens_before(&bytes, sequence)), [0, 3, 3, 5]);
         let numbers: Vec<u8> =
             [1u64.to_le_bytes().as_slice(), &[8], &3u64.to_le_bytes(), &4u64.to_le_bytes()].concat();
         let lists = [

@@ -1,15 +1,17 @@
 //! One global order of samples: a permutation keyed by (seed, epoch). A position in it is all that a checkpoint keeps.
 
-use crate::config::{EpochTail, LossAverage, TrainConfig};
-use crate::data::tokens::{TokenFile, TokenFileError};
+use crate::config::{Documents, EpochTail, LossAverage, TrainConfig};
+use crate::data::blend::{Blend, Turns};
+use crate::data::tokens::TokenFileError;
 use crate::model::MicroBatch;
 use crate::rng::DataOrder;
 use mesh::{BatchSchedule, GroupKind, ParallelConfig, ProcessGroups};
+use std::sync::Arc;
 
 /// The order of a data set's samples over a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampler {
-    order: DataOrder,
+    order: Order,
     num_samples: u64,
     batch: BatchSchedule,
     tail: EpochTail,
@@ -26,28 +28,61 @@ pub struct Slot {
     pub is_filler: bool,
 }
 
-/// A data set that gives no batch.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "an epoch of {num_samples} samples holds no global batch of {global_batch_size}, so `drop` would use none"
-)]
-pub struct EmptyEpoch {
-    /// Samples of the data set.
-    pub num_samples: u64,
-    /// Samples of a global batch.
-    pub global_batch_size: u64,
+/// A data set that gives no order of samples.
+#[derive(Debug, thiserror::Error)]
+pub enum SamplerError {
+    /// Tokens that hold no sample.
+    #[error(transparent)]
+    Tokens(#[from] TokenFileError),
+    /// `drop` would use nothing.
+    #[error(
+        "an epoch of {num_samples} samples holds no global batch of {global_batch_size}, so `drop` would use none"
+    )]
+    EmptyEpoch {
+        /// Samples of the data set.
+        num_samples: u64,
+        /// Samples of a global batch.
+        global_batch_size: u64,
+    },
+    /// Files that are read in shares end their epochs at different times.
+    #[error("epoch tail `{0}` counts epochs of all data, and files with weights have an epoch each")]
+    TailOfShares(EpochTail),
 }
 
-impl EmptyEpoch {
-    /// `RM1026`.
+impl SamplerError {
+    /// Code of the error.
     pub fn code(&self) -> &'static str {
-        "RM1026"
+        match self {
+            SamplerError::Tokens(error) => error.code(),
+            SamplerError::EmptyEpoch { .. } => "RM1026",
+            SamplerError::TailOfShares(_) => "RM6003",
+        }
     }
 
     /// How to mend it.
-    pub fn help(&self) -> &'static str {
-        "use --epoch-tail span or pad, or a smaller batch"
+    pub fn help(&self) -> String {
+        match self {
+            SamplerError::Tokens(error) => error.help(),
+            SamplerError::EmptyEpoch { .. } => "use --epoch-tail span or pad, or a smaller batch".into(),
+            SamplerError::TailOfShares(_) => "use --epoch-tail span, or leave out the weights".into(),
+        }
     }
+}
+
+/// Which sample lies where.
+#[derive(Clone, Debug, PartialEq)]
+enum Order {
+    /// One permutation of all samples an epoch.
+    Joined(DataOrder),
+    /// Files take turns; each has its order, and its first sample behind those of the files before it.
+    ByTurns { turns: Arc<Turns>, files: Vec<FileOrder> },
+}
+
+#[derive(Clone, Debug, PartialEq)]
+struct FileOrder {
+    first_sample: u64,
+    num_samples: u64,
+    order: DataOrder,
 }
 
 impl Sampler {
@@ -61,15 +96,50 @@ impl Sampler {
         num_samples: u64,
         batch: &BatchSchedule,
         tail: EpochTail,
-    ) -> Result<Self, EmptyEpoch> {
+    ) -> Result<Self, SamplerError> {
         let global_batch_size = batch.last_size();
         if tail == EpochTail::Drop && num_samples < global_batch_size {
-            return Err(EmptyEpoch { num_samples, global_batch_size });
+            return Err(SamplerError::EmptyEpoch { num_samples, global_batch_size });
         }
-        Ok(Sampler { order: DataOrder::new(seed, num_samples), num_samples, batch: batch.clone(), tail })
+        let order = Order::Joined(DataOrder::new(seed, num_samples));
+        Ok(Sampler { order, num_samples, batch: batch.clone(), tail })
     }
 
-    /// Samples of the data set: of an epoch, before the tail rule.
+    /// The order of the samples of files of so many samples, by turns: turn j of a file is the sample at position j of the file's
+    /// own order, epoch by epoch.
+    ///
+    /// # Errors
+    /// If the tail rule counts epochs.
+    pub(super) fn by_turns(
+        seed: u32,
+        sizes: &[u64],
+        turns: Arc<Turns>,
+        batch: &BatchSchedule,
+        tail: EpochTail,
+    ) -> Result<Self, SamplerError> {
+        if tail != EpochTail::Span {
+            return Err(SamplerError::TailOfShares(tail));
+        }
+        let mut first_sample = 0;
+        let files = sizes.iter().zip(0..).map(|(num_samples, file)| {
+            let order = DataOrder::of_file(file, seed, *num_samples);
+            first_sample += num_samples;
+            FileOrder { first_sample: first_sample - num_samples, num_samples: *num_samples, order }
+        });
+        let order = Order::ByTurns { files: files.collect(), turns };
+        Ok(Sampler { order, num_samples: first_sample, batch: batch.clone(), tail })
+    }
+
+    /// Epochs that have ended, or more, when `consumed` samples were used; of files with shares those of any of them.
+    pub fn epochs_within(&self, consumed: u64) -> u64 {
+        let shortest = match &self.order {
+            Order::Joined(_) => Some(self.num_samples),
+            Order::ByTurns { files, .. } => files.iter().map(|file| file.num_samples).min(),
+        };
+        consumed / shortest.expect("at least one file")
+    }
+
+    /// Samples of all files: of an epoch, before the tail rule.
     pub fn num_samples(&self) -> u64 {
         self.num_samples
     }
@@ -87,10 +157,18 @@ impl Sampler {
         }
     }
 
-    /// The sample at a position of the run's order: epoch by epoch, each a permutation of its own.
+    /// The sample at a position of the run's order: epoch by epoch, of all data or of each file, each a permutation of its own.
     pub fn sample_at(&self, position: u64) -> u64 {
-        let (epoch, index) = (position / self.epoch_len(), position % self.epoch_len());
-        self.order.sample(epoch * self.num_samples + index)
+        match &self.order {
+            Order::Joined(order) => {
+                let (epoch, index) = (position / self.epoch_len(), position % self.epoch_len());
+                order.sample(epoch * self.num_samples + index)
+            }
+            Order::ByTurns { turns, files } => {
+                let (file, turn) = turns.at(position);
+                files[file].first_sample + files[file].order.sample(turn)
+            }
+        }
     }
 
     /// Real samples of the global batch that starts when `consumed` samples were used: what the counter advances by.
@@ -130,6 +208,7 @@ pub struct RankReader {
     /// Positions in a sample that this rank holds, in its order.
     positions: Vec<u64>,
     loss_average: LossAverage,
+    documents: Option<Documents>,
     vocab_size: usize,
 }
 
@@ -151,6 +230,7 @@ impl RankReader {
             groups: groups.clone(),
             positions: config.parallel.cp_tokens(groups).into_iter().flatten().collect(),
             loss_average: config.loss_average,
+            documents: config.documents,
             vocab_size: config.model.vocab_size,
         }
     }
@@ -165,11 +245,16 @@ impl RankReader {
         })
     }
 
+    /// Whether what follows a token is a target.
+    fn has_target(&self, token: i32) -> bool {
+        self.documents.is_none_or(|documents| !documents.mask_loss || token as u32 != documents.end_token)
+    }
+
     /// Reads this rank's part of a global batch.
     ///
     /// # Errors
     /// If the tokens cannot be read.
-    pub fn read(&self, file: &TokenFile, batch: &[Slot]) -> Result<RankBatch, TokenFileError> {
+    pub fn read(&self, data: &Blend, batch: &[Slot]) -> Result<RankBatch, TokenFileError> {
         let seq_length = self.config.seq_length();
         // Of the ranks that share a sample's tokens, one counts the sample.
         let counts_samples = self.groups.position(GroupKind::Cp).0 == 0;
@@ -178,25 +263,30 @@ impl RankReader {
         for slots in self.own_slots(batch) {
             let mut micro_batch = MicroBatch::default();
             for slot in slots {
-                let tokens = file.read_sample(slot.sample, seq_length, self.vocab_size)?;
-                let valid = if slot.is_filler { 0 } else { seq_length };
+                let tokens = data.read_sample(slot.sample, seq_length, self.vocab_size)?;
+                let inputs = &tokens[..seq_length as usize];
+                let is_target = |at: usize| !slot.is_filler && self.has_target(inputs[at]);
                 let weight = match self.loss_average {
-                    _ if slot.is_filler => 0.0,
                     LossAverage::Token => 1.0,
-                    LossAverage::Sample => 1.0 / valid as f32,
+                    LossAverage::Sample => {
+                        let valid = (0..inputs.len()).filter(|at| is_target(*at)).count();
+                        count += u64::from(counts_samples && valid > 0);
+                        1.0 / valid as f32
+                    }
                 };
-                count += match self.loss_average {
-                    _ if slot.is_filler => 0,
-                    LossAverage::Token => self.positions.len() as u64,
-                    LossAverage::Sample => u64::from(counts_samples),
-                };
+                let starts = self.documents.map(|documents| document_starts(inputs, documents.end_token));
                 for position in &self.positions {
                     let at = *position as usize;
                     micro_batch.tokens.push(tokens[at]);
                     micro_batch.targets.push(tokens[at + 1]);
-                    micro_batch.weights.push(weight);
+                    micro_batch.weights.push(if is_target(at) { weight } else { 0.0 });
                     micro_batch.positions.push(*position as i32);
                     micro_batch.samples.push(slot.ordinal as i64);
+                    if let Some(starts) = &starts {
+                        micro_batch.document_positions.push(*position as i32 - starts[at]);
+                        micro_batch.document_starts.push(starts[at]);
+                    }
+                    count += u64::from(self.loss_average == LossAverage::Token && is_target(at));
                 }
             }
             micro_batches.push(micro_batch);
@@ -205,11 +295,23 @@ impl RankReader {
     }
 }
 
+/// Position of the first token of each token's document, whose end token belongs to it.
+fn document_starts(tokens: &[i32], end_token: u32) -> Vec<i32> {
+    let mut start = 0;
+    let starts = tokens.iter().zip(1..).map(|(token, next)| {
+        let own = start;
+        if *token as u32 == end_token {
+            start = next;
+        }
+        own
+    });
+    starts.collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use mesh::{ConfiguredCp, GroupTable, LayoutSizes, ParallelLayout, ParallelSettings};
-    use std::sync::Arc;
 
     const SEED: u32 = 1234;
 
@@ -290,7 +392,46 @@ mod tests {
     #[test]
     fn a_rule_that_would_drop_everything_is_refused() {
         let error = Sampler::new(SEED, 5, &batch(6), EpochTail::Drop).unwrap_err();
-        assert_eq!(error, EmptyEpoch { num_samples: 5, global_batch_size: 6 });
+        assert!(matches!(error, SamplerError::EmptyEpoch { num_samples: 5, global_batch_size: 6 }));
+    }
+
+    /// What Megatron-Core makes of the same tokens, for each of the three flags.
+    #[test]
+    fn documents_of_a_sample_have_their_positions_keys_and_targets() {
+        let end = 256;
+        let tokens = [65, 66, end, 67, 68, end, 69];
+        let starts = document_starts(&tokens, end as u32);
+        assert_eq!(starts, [0, 0, 0, 3, 3, 3, 6]);
+        let positions: Vec<i32> = starts.iter().zip(0..).map(|(start, position)| position - start).collect();
+        assert_eq!(positions, [0, 1, 2, 0, 1, 2, 0]);
+        assert_eq!(document_starts(&[end, end, 1], end as u32), [0, 1, 2]);
+    }
+
+    #[test]
+    fn files_with_shares_take_turns_and_each_has_its_epochs() {
+        let turns = Arc::new(Turns::new(&[3, 1]));
+        let sampler =
+            Sampler::by_turns(SEED, &[5, 20], Arc::clone(&turns), &batch(4), EpochTail::Span).unwrap();
+        let (straight, consumed) = ids(&sampler, 0, 20);
+        assert_eq!((consumed, sampler.epochs_within(consumed)), (80, 16));
+        for at in 0..20 {
+            assert_eq!(ids(&sampler, 4 * at as u64, 20 - at).0, straight[at..], "from step {at}");
+        }
+        let (small, large): (Vec<u64>, Vec<u64>) = straight.concat().into_iter().partition(|id| *id < 5);
+        assert_eq!(sorted(large.clone()), (5..25).collect::<Vec<_>>(), "20 of 80 turns");
+        assert_eq!(small.len(), 60);
+        for epoch in small.chunks(5) {
+            assert_eq!(sorted(epoch.to_vec()), [0, 1, 2, 3, 4]);
+        }
+        // As a single file has it, and the other file in an order of its own.
+        let alone = Sampler::new(SEED, 5, &batch(4), EpochTail::Span).unwrap();
+        assert_eq!(small, (0..60).map(|position| alone.sample_at(position)).collect::<Vec<_>>());
+        let alone = Sampler::new(SEED, 20, &batch(4), EpochTail::Span).unwrap();
+        assert_ne!(large, (0..20).map(|position| 5 + alone.sample_at(position)).collect::<Vec<_>>());
+        for tail in [EpochTail::Drop, EpochTail::Pad] {
+            let refused = Sampler::by_turns(SEED, &[5, 20], Arc::clone(&turns), &batch(4), tail);
+            assert!(matches!(refused, Err(SamplerError::TailOfShares(_))));
+        }
     }
 
     /// The ids that all lanes of a layout read in one step.

@@ -3,7 +3,7 @@
 use crate::data::tokens::{TokenFileError, with_extension};
 use serde::{Deserialize, Serialize};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// What `PREFIX.tokenizer.json` says.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,5 +37,24 @@ impl Tokenizer {
             Err(source) => return Err(TokenFileError::Io { path, source }),
         };
         serde_json::from_slice(&text).map(Some).map_err(|source| TokenFileError::Tokenizer { path, source })
+    }
+
+    /// The one tokenizer of several token files; `None` if none of them says which.
+    ///
+    /// # Errors
+    /// A description that cannot be read, or two that differ.
+    pub fn of_all(prefixes: &[PathBuf]) -> Result<Option<Self>, TokenFileError> {
+        let mut found: Option<(Self, &Path)> = None;
+        for prefix in prefixes {
+            let Some(tokenizer) = Tokenizer::open(prefix)? else { continue };
+            match &found {
+                Some((first, one)) if *first != tokenizer => {
+                    let (one, other) = (one.to_path_buf(), prefix.clone());
+                    return Err(TokenFileError::Tokenizers { one, other });
+                }
+                _ => found = Some((tokenizer, prefix)),
+            }
+        }
+        Ok(found.map(|(tokenizer, _)| tokenizer))
     }
 }

@@ -2,19 +2,26 @@
 //! where each begins. Little-endian.
 
 use crate::data::index::Index;
+use crate::data::path::Split;
 use ckpt::{IoClass, fnv1a};
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-/// An opened pair of `.bin` and `.idx`; samples are read when asked for.
-#[derive(Debug)]
+/// An opened pair of `.bin` and `.idx`, or some of its documents; samples are read when asked for.
+#[derive(Clone, Debug)]
 pub struct TokenFile {
-    bin: File,
+    bin: Arc<File>,
     path: PathBuf,
     index: Index,
     index_hash: u64,
+    /// Of all documents; a sequence of several is one, as Megatron divides them.
+    documents: Range<u64>,
+    /// Of the tokens of the file.
+    tokens: Range<u64>,
 }
 
 /// Why a token file cannot be used.
@@ -44,6 +51,14 @@ pub enum TokenFileError {
         /// The cause.
         source: serde_json::Error,
     },
+    /// Token files of one run whose ids do not mean the same.
+    #[error("the tokens of `{}` and `{}` are of different tokenizers", one.display(), other.display())]
+    Tokenizers {
+        /// Prefix of one.
+        one: PathBuf,
+        /// Prefix of another.
+        other: PathBuf,
+    },
     /// The index and the tokens do not belong together.
     #[error("{}: found {found} bytes, the index says {expected}", path.display())]
     Length {
@@ -67,11 +82,16 @@ pub enum TokenFileError {
         vocab_size: usize,
     },
     /// Too short for one sample.
-    #[error("{}: {num_tokens} tokens hold no sample of {seq_length} tokens and the one after", path.display())]
+    #[error(
+        "{}: the {num_tokens} tokens of documents {} to {} hold no sample of {seq_length} tokens and the one after",
+        path.display(), documents.start, documents.end
+    )]
     TooShort {
         /// The `.bin`.
         path: PathBuf,
-        /// Tokens in it.
+        /// The documents that are meant.
+        documents: Range<u64>,
+        /// Tokens in them.
         num_tokens: u64,
         /// Tokens of a sample.
         seq_length: u64,
@@ -88,6 +108,7 @@ impl TokenFileError {
             TokenFileError::TooShort { .. } => "RM1023",
             TokenFileError::Id { .. } => "RM1024",
             TokenFileError::Tokenizer { .. } => "RM1025",
+            TokenFileError::Tokenizers { .. } => "RM1030",
         }
     }
 
@@ -106,10 +127,15 @@ impl TokenFileError {
             TokenFileError::Tokenizer { .. } => {
                 "write it anew with `remesh data tokenize`, or remove it and give --vocab-size".into()
             }
+            TokenFileError::Tokenizers { .. } => {
+                "each PREFIX.tokenizer.json says which; tokenize the text of all with the same `--tokenizer`".into()
+            }
             TokenFileError::Id { .. } => {
                 "these tokens are of another tokenizer: leave out --vocab-size, or tokenize the text anew".into()
             }
-            TokenFileError::TooShort { .. } => "use more text or a smaller --seq-length".into(),
+            TokenFileError::TooShort { .. } => {
+                "use more text, a smaller --seq-length, or a --split with more documents in this part".into()
+            }
         }
     }
 }
@@ -121,11 +147,20 @@ pub(super) fn with_extension(prefix: &Path, extension: &str) -> PathBuf {
 }
 
 impl TokenFile {
-    /// Opens `PREFIX.bin` and `PREFIX.idx`.
+    /// Opens all of `PREFIX.bin` and `PREFIX.idx`.
     ///
     /// # Errors
     /// A missing or unreadable file, or an index that contradicts itself or the tokens.
     pub fn open(prefix: &Path) -> Result<Self, TokenFileError> {
+        let [all, _] = TokenFile::open_parts(prefix, &Split::TRAINING)?;
+        Ok(all)
+    }
+
+    /// Opens `PREFIX.bin` and `PREFIX.idx` and divides their documents: training and validation, each of which may have none.
+    ///
+    /// # Errors
+    /// See [`open`](Self::open).
+    pub fn open_parts(prefix: &Path, split: &Split) -> Result<[Self; 2], TokenFileError> {
         let index_path = with_extension(prefix, ".idx");
         let path = with_extension(prefix, ".bin");
         let io = |path: &Path| {
@@ -135,27 +170,39 @@ impl TokenFile {
         let bytes = std::fs::read(&index_path).map_err(io(&index_path))?;
         let index = Index::parse(&bytes)
             .map_err(|reason| TokenFileError::Index { path: index_path.clone(), reason })?;
-        let bin = File::open(&path).map_err(io(&path))?;
+        let bin = Arc::new(File::open(&path).map_err(io(&path))?);
         let (found, expected) = (bin.metadata().map_err(io(&path))?.len(), index.bin_bytes);
         if found != expected {
             return Err(TokenFileError::Length { path, found, expected });
         }
-        Ok(TokenFile { bin, path, index, index_hash: fnv1a(&bytes) })
+        let index_hash = fnv1a(&bytes);
+        Ok(split.training_and_validation(index.num_sequences).map(|documents| TokenFile {
+            bin: Arc::clone(&bin),
+            path: path.clone(),
+            index,
+            index_hash,
+            tokens: index.tokens_before(&bytes, documents.start)..index.tokens_before(&bytes, documents.end),
+            documents,
+        }))
     }
 
-    /// Tokens of all documents, their end tokens included.
+    /// Tokens of these documents, their end tokens included.
     pub fn num_tokens(&self) -> u64 {
-        self.index.num_tokens
+        self.tokens.end - self.tokens.start
     }
 
-    /// Documents.
+    /// Documents of the whole file.
     pub fn num_documents(&self) -> u64 {
         self.index.num_documents
     }
 
-    /// FNV-1a 64 of the `.idx`: what a resume compares.
-    pub fn index_hash(&self) -> u64 {
-        self.index_hash
+    /// FNV-1a 64 of the `.idx`, hexadecimal, behind the documents where these are not all: what a resume compares.
+    pub fn identity(&self) -> String {
+        let Range { start, end } = self.documents;
+        match end - start == self.index.num_sequences {
+            true => format!("{:016x}", self.index_hash),
+            false => format!("documents {start} to {end} of {:016x}", self.index_hash),
+        }
     }
 
     /// Samples of `seq_length` tokens, each with the token after it: ⌊(tokens − 1) / T⌋.
@@ -163,17 +210,18 @@ impl TokenFile {
     /// # Errors
     /// If there is none.
     pub fn num_samples(&self, seq_length: u64) -> Result<u64, TokenFileError> {
-        match self.index.num_tokens.saturating_sub(1) / seq_length {
+        match self.num_tokens().saturating_sub(1) / seq_length {
             0 => Err(TokenFileError::TooShort {
                 path: self.path.clone(),
-                num_tokens: self.index.num_tokens,
+                documents: self.documents.clone(),
+                num_tokens: self.num_tokens(),
                 seq_length,
             }),
             samples => Ok(samples),
         }
     }
 
-    /// Tokens `[sample · T, sample · T + T + 1)`, each an id below `vocab_size`.
+    /// Tokens `[sample · T, sample · T + T + 1)` of these documents, each an id below `vocab_size`.
     ///
     /// # Errors
     /// If they cannot be read, or one of them is no such id.
@@ -186,7 +234,7 @@ impl TokenFile {
         let Index { element, .. } = self.index;
         let mut bytes = vec![0; ((seq_length + 1) * element.bytes()) as usize];
         self.bin
-            .read_exact_at(&mut bytes, sample * seq_length * element.bytes())
+            .read_exact_at(&mut bytes, (self.tokens.start + sample * seq_length) * element.bytes())
             .map_err(|source| TokenFileError::Io { path: self.path.clone(), source })?;
         let ids = bytes.chunks_exact(element.bytes() as usize).map(|bytes| element.id(bytes));
         ids.map(|id| match usize::try_from(id) {

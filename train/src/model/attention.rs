@@ -149,6 +149,7 @@ impl Attention {
             qkv: saved.qkv,
             kv: self.kv.in_order,
             positions: inputs.positions,
+            first_keys: inputs.first_keys,
             samples: inputs.samples,
             heads: sizes.heads,
             batch: sizes.batch,

@@ -40,13 +40,17 @@ impl Loss {
         Ok(w)
     }
 
-    /// From `work.normed_full` to `work.d_normed_partial`; adds to the output layer's gradient and to `loss_sum`.
-    pub(super) fn run(&self, machine: &mut Machine, model: &Model, loss_sum: View) -> Result<(), StepError> {
-        let Model { sizes, inputs, work, table, .. } = model;
-        let (x, logits, valid) = (work.normed_full, self.logits, sizes.vocab_valid);
+    /// From `work.normed_full` to the gradient of the logits, in their place; adds to `loss_sum`, and gives the output layer's weight.
+    pub(super) fn forward(
+        &self,
+        machine: &mut Machine,
+        model: &Model,
+        loss_sum: View,
+    ) -> Result<View, StepError> {
+        let Model { sizes, inputs, .. } = model;
+        let (logits, valid) = (self.logits, sizes.vocab_valid);
         let (target, first_col) = (inputs.targets, sizes.vocab_first_row as i32);
         let block_rows = sizes.vocab / sizes.blocks;
-        let add = sizes.add;
 
         let w = self.project(machine, model)?;
         machine.run(Op::CeMax { logits, valid, max: self.max })?;
@@ -58,7 +62,15 @@ impl Loss {
         let (weight, loss) = (inputs.weights, self.loss);
         machine.run(Op::CeGrad { logits, max, sum, picked, target, weight, first_col, valid, loss })?;
         machine.run(Op::SumRows { x: loss, acc: loss_sum, add: sizes.add_loss })?;
+        Ok(w)
+    }
 
+    /// From `work.normed_full` to `work.d_normed_partial`; adds to the output layer's gradient and to `loss_sum`.
+    pub(super) fn run(&self, machine: &mut Machine, model: &Model, loss_sum: View) -> Result<(), StepError> {
+        let Model { sizes, work, table, .. } = model;
+        let (x, logits, add) = (work.normed_full, self.logits, sizes.add);
+        let block_rows = sizes.vocab / sizes.blocks;
+        let w = self.forward(machine, model, loss_sum)?;
         sum_blocks(machine.be, 0..sizes.blocks, work.d_normed_partial, &work.tree, &mut |be, block, d_x| {
             let (lo, hi) = (block * block_rows, (block + 1) * block_rows);
             let (d_out, w) = (logits.col_range(lo, hi), w.row_range(lo, hi));

@@ -1,7 +1,7 @@
 //! What must match between the run that saved and the one that goes on.
 
 use crate::config::TrainConfig;
-use crate::data::{Sampler, TokenFile, TokenFileError};
+use crate::data::{Blend, Sampler, TokenFileError};
 use crate::resume::{ALGORITHM, ResumeError};
 use ckpt::{Commit, fnv1a};
 use serde::{Deserialize, Serialize};
@@ -21,7 +21,7 @@ pub struct Difference {
 }
 
 /// Settings that may change where it is allowed by name. The others are shapes.
-pub const CHANGEABLE: [&str; 12] = [
+pub const CHANGEABLE: [&str; 13] = [
     "norm-epsilon",
     "rotary-base",
     "hidden-dropout",
@@ -31,6 +31,7 @@ pub const CHANGEABLE: [&str; 12] = [
     "seed",
     "data",
     "epoch-tail",
+    "documents",
     "loss-average",
     "optimizer",
     "numerics",
@@ -64,7 +65,8 @@ pub fn compare(
     rows.compare("hidden-dropout", &m.hidden_dropout, &n.hidden_dropout);
     rows.compare("attention-dropout", &m.attention_dropout, &n.attention_dropout);
     rows.compare("seq-length", &a.parallel.seq_length(), &b.parallel.seq_length());
-    rows.compare("global-batch-size", &a.batch, &b.batch);
+    let asked = |config: &TrainConfig| config.asked_batch.as_ref().unwrap_or(&config.batch).clone();
+    rows.compare("global-batch-size", &asked(a), &asked(b));
     rows.compare("seed", &a.seed, &b.seed);
     // Other batches have other tokens.
     let with_tokens = a.parallel.seq_length() == b.parallel.seq_length()
@@ -72,6 +74,9 @@ pub fn compare(
         && (a.seed, a.epoch_tail) == (b.seed, b.epoch_tail);
     rows.compare("data", &saved_data.samples(with_tokens), &data.samples(with_tokens));
     rows.compare("epoch-tail", &a.epoch_tail, &b.epoch_tail);
+    let documents =
+        |config: &TrainConfig| config.documents.map_or("not told apart".into(), |d| d.to_string());
+    rows.compare("documents", &documents(a), &documents(b));
     rows.compare("loss-average", &a.loss_average, &b.loss_average);
     rows.compare("optimizer", &a.optimizer, &b.optimizer);
     rows.compare("numerics", &a.numerics, &b.numerics);
@@ -128,8 +133,9 @@ pub struct DataState {
     pub num_samples: u64,
     /// Tokens of a sample.
     pub seq_length: u64,
-    /// FNV-1a 64 of the `.idx`, hexadecimal.
-    pub index_hash: String,
+    /// Which token files, in which shares and parts: [`Blend::identity`]. It was called `index_hash` when it was that alone.
+    #[serde(alias = "index_hash")]
+    pub files: String,
     /// FNV-1a 64 over that of each sample of the next global batch, of its id and its tokens, hexadecimal: what is read
     /// next, and not only its name.
     pub next_batch: String,
@@ -141,13 +147,13 @@ pub struct DataState {
 #[derive(PartialEq)]
 struct Samples<'a> {
     num_samples: u64,
-    index_hash: &'a str,
+    files: &'a str,
     next_batch: Option<&'a str>,
 }
 
 impl fmt::Display for Samples<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} samples of index {}", self.num_samples, self.index_hash)?;
+        write!(f, "{} samples of index {}", self.num_samples, self.files)?;
         self.next_batch.map_or(Ok(()), |hash| write!(f, " with the next tokens {hash}"))
     }
 }
@@ -159,7 +165,7 @@ impl DataState {
     /// If the tokens cannot be read.
     pub fn new(
         config: &TrainConfig,
-        tokens: &TokenFile,
+        tokens: &Blend,
         sampler: &Sampler,
         consumed: u64,
     ) -> Result<Self, TokenFileError> {
@@ -174,7 +180,7 @@ impl DataState {
         Ok(DataState {
             num_samples: sampler.num_samples(),
             seq_length,
-            index_hash: format!("{:016x}", tokens.index_hash()),
+            files: tokens.identity(),
             next_batch: format!("{:016x}", fnv1a(&hashes)),
             next_batch_size: sampler.batch_size(consumed),
         })
@@ -183,35 +189,42 @@ impl DataState {
     fn samples(&self, with_tokens: bool) -> Samples<'_> {
         Samples {
             num_samples: self.num_samples,
-            index_hash: &self.index_hash,
+            files: &self.files,
             next_batch: with_tokens.then_some(self.next_batch.as_str()),
         }
     }
 }
 
-/// What a checkpoint's `scheduler` says.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// What a checkpoint's `scheduler` says: how far the schedules are.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SchedulerState {
     /// Samples behind successful updates: what learning rate and weight decay are functions of.
     pub num_steps: u64,
+    /// Iterations done at the last evaluation.
+    #[serde(default)]
+    pub evaluated: u64,
 }
 
-/// Why the next global batch is not the one that the saved run would have read; `None` if it is.
-pub(super) fn other_samples(differences: &[Difference]) -> Option<String> {
+/// Why the next global batch is not the one that the saved run would have read; `None` if it is. `is_same_batch`: whether the layout
+/// takes as much of the batch that was asked for.
+pub(super) fn other_samples(differences: &[Difference], is_same_batch: bool) -> Option<String> {
     let deciding = ["data", "seq-length", "global-batch-size", "seed", "epoch-tail"];
-    let changed: Vec<_> =
+    let mut changed: Vec<_> =
         differences.iter().map(|d| d.field).filter(|field| deciding.contains(field)).collect();
+    if changed.is_empty() && !is_same_batch {
+        changed.push("what the layout takes of the global batch");
+    }
     (!changed.is_empty()).then(|| format!("the next samples are others: {} changed", changed.join(", ")))
 }
 
 /// Largest count of samples, steps or tokens that a run goes on from; sums of it and a run's own do not overflow.
 const COUNT_MAX: u64 = 1 << 56;
 
-/// The position in the order of samples, `num_samples` an epoch, at which the checkpoint's run would read on.
+/// The position in the order of samples at which the checkpoint's run would read on.
 ///
 /// # Errors
 /// Counters that no run can go on from.
-pub fn next_sample(commit: &Commit, num_samples: u64) -> Result<u64, ResumeError> {
+pub fn next_sample(commit: &Commit, sampler: &Sampler) -> Result<u64, ResumeError> {
     let counters = &commit.run.counters;
     let consumed = counters.consumed_train_samples;
     let counted = [consumed, counters.optimizer_steps, counters.tokens, commit.iteration];
@@ -219,9 +232,9 @@ pub fn next_sample(commit: &Commit, num_samples: u64) -> Result<u64, ResumeError
     if let Some(count) = counted.into_iter().find(|count| *count > COUNT_MAX) {
         return refused(format!("a count of {count}"), format!("{COUNT_MAX} at most"));
     }
-    if consumed / num_samples > u32::MAX.into() {
+    if sampler.epochs_within(consumed) > u32::MAX.into() {
         return refused(
-            format!("{consumed} samples used of {num_samples}"),
+            format!("{consumed} samples used of {}", sampler.num_samples()),
             "fewer than 2³² epochs".to_owned(),
         );
     }

@@ -1,15 +1,18 @@
 //! What a run trains and goes on from, checked once, before any rank starts.
 
 use crate::config::{Numerics, TrainConfig};
-use crate::data::{Sampler, TokenFile, TokenFileError};
+use crate::data::{Blend, Sampler, TokenFileError};
+use crate::evaluate::Evaluator;
 use crate::resume::{Continuation, DataState, Resume, next_sample};
 use crate::run::RunError;
+use mesh::ProcessGroups;
 
 /// A configuration with its tokens and the checkpoint that it goes on from, all of which fit: it can be trained.
 pub struct Trainable<'a> {
     config: &'a TrainConfig,
-    tokens: &'a TokenFile,
+    tokens: &'a Blend,
     sampler: Sampler,
+    validation: Option<(&'a Blend, Sampler)>,
     from: Option<Continuation<'a>>,
 }
 
@@ -21,20 +24,30 @@ impl<'a> Trainable<'a> {
     /// What cannot be trained or resumed, the same for all ranks.
     pub fn new(
         config: &'a TrainConfig,
-        tokens: &'a TokenFile,
+        tokens: &'a Blend,
         resume: Option<Resume<'a>>,
     ) -> Result<Self, RunError> {
         let continued = resume.as_ref().filter(|resume| resume.selection.counters);
         let continued = continued.map(|resume| resume.source.commit());
         config.check_batches(continued.map_or(0, |commit| commit.run.counters.consumed_train_samples))?;
-        let num_samples = tokens.num_samples(config.parallel.seq_length())?;
-        let sampler = Sampler::new(config.seed, num_samples, &config.batch, config.epoch_tail)?;
-        let next = continued.map(|commit| next_sample(commit, num_samples)).transpose()?;
+        let sampler = tokens.sampler(config)?;
+        let next = continued.map(|commit| next_sample(commit, &sampler)).transpose()?;
         let data = DataState::new(config, tokens, &sampler, next.unwrap_or(0))?;
         let from = resume.map(|resume| Continuation::new(resume, config, &data)).transpose()?;
         // After the comparison: what differs from the checkpoint's run is what is wrong.
         config.check()?;
-        Ok(Trainable { config, tokens, sampler, from })
+        Ok(Trainable { config, tokens, sampler, validation: None, from })
+    }
+
+    /// The same with data for the evaluations that the configuration asks for; without them there are none.
+    ///
+    /// # Errors
+    /// Files without a sample.
+    pub fn evaluated_on(mut self, validation: &'a Blend) -> Result<Self, RunError> {
+        if let Some(evaluation) = self.config.evaluation {
+            self.validation = Some((validation, evaluation.sampler(self.config.seed, validation)?));
+        }
+        Ok(self)
     }
 
     /// What is trained.
@@ -50,6 +63,9 @@ impl<'a> Trainable<'a> {
         if saved.config.schedule != self.config.schedule {
             changes.push("schedule".to_owned());
         }
+        if changes.is_empty() && saved.config.batch != self.config.batch {
+            changes.push("batch, as the layout takes it,".to_owned());
+        }
         // The order of fast sums depends on who has which samples.
         if self.config.numerics == Numerics::Fast && saved.config.parallel != self.config.parallel {
             changes.push("layout (fast numerics)".to_owned());
@@ -57,8 +73,14 @@ impl<'a> Trainable<'a> {
         changes
     }
 
-    pub(super) fn tokens(&self) -> &'a TokenFile {
+    pub(super) fn tokens(&self) -> &'a Blend {
         self.tokens
+    }
+
+    /// The part that the rank behind `groups` takes in evaluations; `None` if there are none.
+    pub(super) fn evaluator(&self, groups: &ProcessGroups) -> Option<Evaluator<'a>> {
+        let ((tokens, sampler), settings) = (self.validation.as_ref()?, self.config.evaluation?);
+        Some(Evaluator::new(self.config, settings, tokens, sampler.clone(), groups))
     }
 
     pub(super) fn sampler(&self) -> &Sampler {

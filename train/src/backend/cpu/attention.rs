@@ -1,7 +1,7 @@
 //! Causal attention by query tiles, rotary positions, and the packing of keys and values.
 //!
-//! A tile's queries see the keys from position 0 to the tile's last; later keys of the tile's own rows have weight +0. So
-//! a tile is computed in the same way wherever its rows lie and however many heads are local.
+//! A tile is computed over the keys from position 0 to its last; keys that one of its rows does not see, of later positions or of other
+//! documents, have weight +0. So a tile is computed in the same way wherever its rows lie and however many heads are local.
 
 use super::accumulate::Adder;
 use super::gemm::{Factor, gemm, widest};
@@ -65,6 +65,7 @@ pub(super) struct Call<'a> {
     pub(super) qkv: Matrix<'a, f32>,
     pub(super) kv: Matrix<'a, f32>,
     pub(super) positions: Matrix<'a, i32>,
+    pub(super) first_keys: Option<Matrix<'a, i32>>,
     pub(super) samples: Matrix<'a, i64>,
 }
 
@@ -94,14 +95,20 @@ struct Block {
 }
 
 impl Block {
-    /// Each row of scores with its query's row and the number of keys it sees.
+    /// Each row of scores with its query's row and the positions of the keys that it sees.
     fn rows<'s>(
         &self,
+        first_keys: Option<Matrix<'s, i32>>,
         scores: &'s mut [f32],
-    ) -> impl Iterator<Item = (usize, usize, &'s mut [f32])> + use<'s> {
+    ) -> impl Iterator<Item = (usize, Range<usize>, &'s mut [f32])> + use<'s> {
         let (first, position) = (self.queries.start, self.position);
         let rows = scores.chunks_exact_mut(self.keys.len()).enumerate();
-        rows.map(move |(row, scores)| (first + row, position + row + 1, scores))
+        rows.map(move |(row, scores)| {
+            let (at, own) = (first + row, position + row);
+            let first_key = first_keys.map_or(0, |first_keys| *first_keys.at(at) as usize);
+            assert!(first_key <= own, "a query at position {own} that sees keys from {first_key} on");
+            (at, first_key..own + 1, scores)
+        })
     }
 }
 
@@ -116,11 +123,10 @@ impl<'a> Call<'a> {
         self.for_each_block(|block| {
             let scores = scratch(space, block.queries.len() * block.keys.len());
             self.scores(&block, scores);
-            for (row, seen, scores) in block.rows(scores) {
-                let (scores, hidden) = scores.split_at_mut(seen);
-                lse.row(row)[block.head] = softmax(scores, scale);
-                hidden.fill(0.0);
-                self.drop(&block, row, scores);
+            for (row, seen, scores) in block.rows(self.first_keys, scores) {
+                lse.row(row)[block.head] = softmax(&mut scores[seen.clone()], scale);
+                hide_others(scores, &seen);
+                self.drop(&block, row, &mut scores[..seen.end]);
             }
             let weights = Factor::new(Matrix::contiguous(scores, block.keys.len()));
             let values = self.kv.block(block.keys, block.value_cols);
@@ -151,18 +157,16 @@ impl<'a> Call<'a> {
             let d_weights = MatrixMut::contiguous(d_scores, num_keys);
             gemm(Factor::new(d_out_head), Factor::transposed(values), d_weights, false);
             for ((row, seen, weights), d_scores) in
-                block.rows(weights).zip(d_scores.chunks_exact_mut(num_keys))
+                block.rows(self.first_keys, weights).zip(d_scores.chunks_exact_mut(num_keys))
             {
-                let (weights, hidden) = weights.split_at_mut(seen);
-                let (d_scores, d_hidden) = d_scores.split_at_mut(seen);
                 let lse = lse.row(row)[block.head];
                 let cols = block.out_cols.clone();
                 let delta = dot(&d_out.row(row)[cols.clone()], &out.row(row)[cols]);
-                self.drop(&block, row, d_scores);
-                softmax_backward(weights, d_scores, scale, lse, delta);
-                self.drop(&block, row, weights);
-                hidden.fill(0.0);
-                d_hidden.fill(0.0);
+                self.drop(&block, row, &mut d_scores[..seen.end]);
+                softmax_backward(&mut weights[seen.clone()], &mut d_scores[seen.clone()], scale, lse, delta);
+                hide_others(weights, &seen);
+                hide_others(d_scores, &seen);
+                self.drop(&block, row, &mut weights[..seen.end]);
             }
             let weights = Matrix::contiguous(weights, num_keys);
             let d_scores = Matrix::contiguous(d_scores, num_keys);
@@ -189,7 +193,7 @@ impl<'a> Call<'a> {
         gemm(Factor::new(queries), Factor::transposed(keys), scores, false);
     }
 
-    /// Applies dropout, if any, to the weights (or their gradients) of the query at `row`.
+    /// Applies dropout, if any, to the weights (or their gradients) of the query at `row`, from the key at position 0 on.
     fn drop(&self, block: &Block, row: usize, weights: &mut [f32]) {
         if let Some(Dropout { p, seed, layer }) = self.inputs.dropout {
             let head = self.inputs.first_head + block.head as u32;
@@ -228,6 +232,12 @@ impl<'a> Call<'a> {
             }
         }
     }
+}
+
+/// Makes the weights of keys that are not seen +0.
+fn hide_others(weights: &mut [f32], seen: &Range<usize>) {
+    weights[..seen.start].fill(0.0);
+    weights[seen.end..].fill(0.0);
 }
 
 /// Turns scores into weights that add up to 1, and gives the log-sum-exp of the scaled scores.

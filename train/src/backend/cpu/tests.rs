@@ -445,7 +445,7 @@ proptest! {
     #[test]
     fn attention_and_its_gradients(
         seed: u32, mode in modes(), batch in 1usize..3, tile in 1usize..6, chunks in prop::sample::subsequence((0..5).collect::<Vec<usize>>(), 1..=5),
-        groups in 1usize..3, queries_per_group in 1usize..4, head_dim in 1usize..12, with_dropout: bool,
+        groups in 1usize..3, queries_per_group in 1usize..4, head_dim in 1usize..12, with_dropout: bool, with_documents: bool,
     ) {
         let heads = Heads { groups, queries_per_group, head_dim };
         let (t, first_head) = (5 * tile, 3);
@@ -454,6 +454,8 @@ proptest! {
             .map(|position| position as i32)
             .collect();
         let m = positions.len();
+        let first_keys: Vec<i32> = random_below(seed, m, 30).iter().zip(&positions).map(|(any, position)| any % (position + 1)).collect();
+        let first_keys = if with_documents { first_keys } else { vec![0; m] };
         let samples: Vec<i64> = (0..m).map(|row| (1 << 33) + (row * batch / m) as i64).collect();
         let qkv = mode.random(seed, "qkv", m, heads.qkv_cols());
         let kv = mode.random(seed, "kv", batch * t, heads.kv_cols());
@@ -462,11 +464,13 @@ proptest! {
         let mut bench = Bench::new(mode);
         let [qkv_v, kv_v, d_v] = [&qkv, &kv, &d_out].map(|x| bench.input(x));
         let (positions_v, samples_v) = (bench.i32s(&positions), bench.i64s(&samples));
+        let first_keys_v = with_documents.then(|| bench.i32s(&first_keys));
         let (out, lse) = (bench.output(m, heads.out_cols()), bench.stats(m, heads.num_queries()));
         let d_qkv = bench.output(m, heads.qkv_cols());
         let d_kv = bench.acc(batch * t, heads.kv_cols());
         let inputs = AttentionInputs {
-            qkv: qkv_v, kv: kv_v, positions: positions_v, samples: samples_v, heads, batch, tile, dropout, first_head,
+            qkv: qkv_v, kv: kv_v, positions: positions_v, first_keys: first_keys_v, samples: samples_v, heads, batch, tile,
+            dropout, first_head,
         };
         bench.run(Op::Attention { inputs, out, lse });
         bench.run(Op::AttentionBackward { inputs, out, lse, d_out: d_v, d_qkv, d_kv, add: mode.add(tile) });
@@ -477,7 +481,7 @@ proptest! {
             let word = rng::philox(counter, [seed, 3])[key % 4];
             if f64::from(word) >= f64::from(p) * 2f64.powi(32) { 1.0 / (1.0 - f64::from(p)) } else { 0.0 }
         };
-        let reference = refops::Attention { heads, batch, positions: &positions, mask: &mask };
+        let reference = refops::Attention { heads, batch, positions: &positions, first_keys: &first_keys, mask: &mask };
         let (expected_out, expected_lse) = reference.forward(&qkv, &kv);
         bench.assert_close(out, &expected_out);
         bench.assert_close(lse, &expected_lse);

@@ -381,7 +381,8 @@ impl CudaBackend {
     }
 
     fn attention_arguments(&self, inputs: AttentionInputs) -> Attention {
-        let AttentionInputs { qkv, kv, positions, samples, heads, batch, tile, dropout, first_head } = inputs;
+        let AttentionInputs { qkv, kv, positions, samples, heads, batch, tile, dropout, first_head, .. } =
+            inputs;
         assert!(
             heads.head_dim as u64 <= HEAD_DIM_MAX,
             "a head of {} elements, which runs do not ask for",
@@ -405,6 +406,7 @@ impl CudaBackend {
     }
 
     fn attention(&self, inputs: AttentionInputs, out: View, lse: View) -> Result<(), Fault> {
+        assert!(inputs.first_keys.is_none(), "a run with documents that see themselves alone is refused");
         if self.is_quick_attention(inputs, &[out, lse]) {
             return self.quick_attention(inputs, out, lse);
         }

@@ -215,7 +215,13 @@ struct AttentionBits {
 const HEADS: Heads = Heads { groups: 4, queries_per_group: 2, head_dim: 5 };
 const LEAVES: usize = 8;
 
-fn attention(seed: u32, batch: Range<usize>, leaf: usize, part: &Part) -> AttentionBits {
+fn attention(
+    seed: u32,
+    batch: Range<usize>,
+    leaf: usize,
+    part: &Part,
+    with_documents: bool,
+) -> AttentionBits {
     let t = LEAVES * leaf;
     let rows: Vec<(usize, usize)> = batch
         .clone()
@@ -239,6 +245,10 @@ fn attention(seed: u32, batch: Range<usize>, leaf: usize, part: &Part) -> Attent
     let kv = bench.input(&select("kv", &keys, 2 * HEADS.head_dim));
     let d_out = bench.input(&select("d_out", &rows, query_width));
     let positions = bench.i32s(&rows.iter().map(|(_, position)| *position as i32).collect::<Vec<_>>());
+    // Documents of 7 tokens, whose borders lie anywhere in leaves.
+    let first_key = |position: usize| (position - position % 7) as i32;
+    let first_keys: Vec<i32> = rows.iter().map(|(_, position)| first_key(*position)).collect();
+    let first_keys = with_documents.then(|| bench.i32s(&first_keys));
     let samples = bench.i64s(&rows.iter().map(|(sample, _)| *sample as i64).collect::<Vec<_>>());
     let (out, lse) =
         (bench.output(rows.len(), heads.out_cols()), bench.output(rows.len(), heads.num_queries()));
@@ -246,8 +256,18 @@ fn attention(seed: u32, batch: Range<usize>, leaf: usize, part: &Part) -> Attent
     let d_kv = bench.acc(keys.len(), heads.kv_cols());
     let (batch, first_head) = (batch.len(), (part.groups.start * HEADS.queries_per_group) as u32);
     let dropout = Some(Dropout { p: 0.1, seed, layer: 0 });
-    let inputs =
-        AttentionInputs { qkv, kv, positions, samples, heads, batch, tile: leaf, dropout, first_head };
+    let inputs = AttentionInputs {
+        qkv,
+        kv,
+        positions,
+        first_keys,
+        samples,
+        heads,
+        batch,
+        tile: leaf,
+        dropout,
+        first_head,
+    };
     bench.run(Op::Attention { inputs, out, lse });
     let add = Accumulate::Fixed { leaf, bits: 40 };
     bench.run(Op::AttentionBackward { inputs, out, lse, d_out, d_qkv, d_kv, add });
@@ -302,10 +322,10 @@ proptest! {
     /// Queries in zigzag chunks over context parallel ranks, heads over tensor parallel ranks, samples over micro-batches.
     #[test]
     fn attention_is_the_same_under_any_division(
-        seed: u32, leaf in 1usize..5, log_cp in 0u32..3, log_tp in 0u32..3, micro_batch in 1usize..3,
+        seed: u32, leaf in 1usize..5, log_cp in 0u32..3, log_tp in 0u32..3, micro_batch in 1usize..3, with_documents: bool,
     ) {
         let (cp, tp) = (1usize << log_cp, 1usize << log_tp);
-        let whole = attention(seed, 0..2, leaf, &Part { leaves: (0..LEAVES).collect(), groups: 0..HEADS.groups });
+        let whole = attention(seed, 0..2, leaf, &Part { leaves: (0..LEAVES).collect(), groups: 0..HEADS.groups }, with_documents);
         let t = LEAVES * leaf;
         // Elements of the whole results: rows of all tokens.
         let row_of = |bits: &[u32], row: usize, cols: Range<usize>, width: usize| bits[row * width..][cols].to_vec();
@@ -319,7 +339,7 @@ proptest! {
                 let leaves: Vec<usize> = chunk_of(cp_rank).chain(chunk_of(2 * cp - 1 - cp_rank)).collect();
                 for batch in (0..2).step_by(micro_batch).map(|first| first..first + micro_batch) {
                     let part = Part { leaves: leaves.clone(), groups: groups.clone() };
-                    let found = attention(seed, batch.clone(), leaf, &part);
+                    let found = attention(seed, batch.clone(), leaf, &part, with_documents);
                     let tokens: Vec<usize> = batch
                         .clone()
                         .flat_map(|sample| leaves.iter().flat_map(move |at| (0..leaf).map(move |i| sample * t + at * leaf + i)))

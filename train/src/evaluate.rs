@@ -1,0 +1,116 @@
+//! The validation loss: when it is computed, over which samples, and how.
+//!
+//! The samples are the first of the validation data's own order, the same every time: losses can be compared over a run, and between
+//! runs of one seed. Of the run's state only the weights take part: no dropout, no gradients, no random streams.
+
+use crate::config::{EpochTail, TrainConfig};
+use crate::data::Blend;
+use crate::data::sampler::{RankReader, Sampler, SamplerError};
+use crate::run::RunError;
+use crate::step::Trainer;
+use mesh::{BatchSchedule, ParallelConfig, ProcessGroups};
+use serde::{Deserialize, Serialize};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// When evaluations are made, and over how much.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Evaluation {
+    /// Iterations from one to the next; the last iteration is followed by one, too.
+    pub interval: u64,
+    /// Batches of each, at most.
+    pub iters: u64,
+    /// The run's layout, with the batch sizes of evaluations.
+    pub parallel: ParallelConfig,
+}
+
+impl Evaluation {
+    /// Whether one follows iteration `iteration` of `train_iters`.
+    pub fn is_due(&self, iteration: u64, train_iters: u64) -> bool {
+        iteration > 0 && (iteration.is_multiple_of(self.interval) || iteration == train_iters)
+    }
+
+    /// The order in which evaluations of `validation` read it. Files without shares are read once at most: the last batch of all their
+    /// samples is filled up with samples of no weight.
+    ///
+    /// # Errors
+    /// Files without a sample.
+    pub(crate) fn sampler(&self, seed: u32, validation: &Blend) -> Result<Sampler, SamplerError> {
+        let tail = if validation.has_shares() { EpochTail::Span } else { EpochTail::Pad };
+        let batch =
+            BatchSchedule::constant(self.parallel.global_batch_size()).expect("a batch size is above 0");
+        validation.sampler_of(self.parallel.seq_length(), seed, &batch, tail)
+    }
+}
+
+/// What an evaluation came to, equal on all ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Evaluated {
+    /// Average loss; not a number if a loss was not finite or out of range.
+    pub loss: f64,
+    /// Samples that it is of.
+    pub samples: u64,
+}
+
+/// One rank's part of a run's evaluations.
+pub(crate) struct Evaluator<'a> {
+    settings: Evaluation,
+    /// Samples of an evaluation.
+    num_samples: u64,
+    loss_bits: u32,
+    tokens: &'a Blend,
+    sampler: Sampler,
+    reader: RankReader,
+}
+
+impl<'a> Evaluator<'a> {
+    /// Evaluations of `config` over `tokens`, in the order of [`Evaluation::sampler`], on the rank behind `groups`.
+    pub(crate) fn new(
+        config: &TrainConfig,
+        settings: Evaluation,
+        tokens: &'a Blend,
+        sampler: Sampler,
+        groups: &ProcessGroups,
+    ) -> Self {
+        let asked = settings.iters.saturating_mul(settings.parallel.global_batch_size());
+        let num_samples = if tokens.has_shares() { asked } else { asked.min(sampler.num_samples()) };
+        let of_evaluations = TrainConfig { parallel: settings.parallel, ..config.clone() };
+        let (_, loss_bits) = config.numerics.loss();
+        let reader = RankReader::new(&of_evaluations, groups);
+        Evaluator { settings, num_samples, loss_bits, tokens, sampler, reader }
+    }
+
+    /// Whether one follows iteration `iteration` of `train_iters`.
+    pub(crate) fn is_due(&self, iteration: u64, train_iters: u64) -> bool {
+        self.settings.is_due(iteration, train_iters)
+    }
+
+    /// Computes the loss; `None` if any rank was asked to stop meanwhile. Collective.
+    ///
+    /// # Errors
+    /// A failed rank or device, or unreadable tokens.
+    pub(crate) fn run(
+        &self,
+        trainer: &mut Trainer,
+        stop: &AtomicBool,
+    ) -> Result<Option<Evaluated>, RunError> {
+        // Sums of batches are exact, so that their sum does not depend on how the samples are divided.
+        let (mut sum, mut count, mut samples) = (0i128, 0u64, 0u64);
+        let mut in_range = true;
+        while samples < self.num_samples {
+            let slots = self.sampler.batch(samples);
+            let batch = self.reader.read(self.tokens, &slots)?;
+            let part = trainer.evaluate(&batch, &self.settings.parallel)?;
+            sum += i128::from(part.fixed_point);
+            count += part.count;
+            samples += self.sampler.batch_len(samples);
+            let own = [u8::from(stop.load(Ordering::Relaxed)), u8::from(part.in_range)];
+            let all = trainer.comms().tp_dp_cp.gather_bytes("evaluate.agree", &own)?;
+            if all.iter().any(|rank| rank[0] == 1) {
+                return Ok(None);
+            }
+            in_range &= all.iter().all(|rank| rank[1] == 1);
+        }
+        let mean = sum as f64 / (1u64 << self.loss_bits) as f64 / count.max(1) as f64;
+        Ok(Some(Evaluated { loss: if in_range { mean } else { f64::NAN }, samples }))
+    }
+}
