@@ -15,7 +15,7 @@ mod schedule;
 mod training;
 
 pub(crate) use checkpoint::CheckpointArgs;
-pub(crate) use training::DeviceArg;
+pub(crate) use training::{DeviceArg, RanksAs, TrainingArgs};
 
 use crate::output::Output;
 use crate::start;
@@ -27,7 +27,6 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use train::config::TrainConfig;
 use train::resume::{RngPolicy, SavedRun};
-use training::TrainingArgs;
 
 /// Everything that can be said about a run: the flags of `train` and `config`.
 #[derive(Clone, Debug, clap::Args)]

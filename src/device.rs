@@ -5,11 +5,26 @@ use std::path::PathBuf;
 use train::backend::Device;
 use train::backend::cuda::{Gpu, OpenError};
 
-/// Opens the device. Compiled kernels are kept where the user's caches are.
-pub(crate) fn open(device: DeviceArg) -> Result<Device, OpenError> {
+/// Opens what `num_ranks` ranks compute on: of GPUs, no more than there are ranks. Compiled kernels are kept where the user's
+/// caches are.
+pub(crate) fn open(device: DeviceArg, num_ranks: u32) -> Result<Device, OpenError> {
     match device {
         DeviceArg::Cpu => Ok(Device::Cpu),
-        DeviceArg::Cuda => Ok(Device::Cuda(Gpu::open(0, cache_folder().as_deref())?)),
+        DeviceArg::Cuda => {
+            let gpus = Gpu::open_first(num_ranks as usize, cache_folder().as_deref())?;
+            Ok(Device::Cuda(gpus))
+        }
+    }
+}
+
+/// Opens what one rank computes on that is a process of its own: of several GPUs, its own by its number on this machine.
+pub(crate) fn open_own(device: DeviceArg, local_rank: u32) -> Result<Device, OpenError> {
+    match device {
+        DeviceArg::Cpu => Ok(Device::Cpu),
+        DeviceArg::Cuda => {
+            let ordinal = local_rank as usize % Gpu::count()?.max(1);
+            Ok(Device::Cuda(vec![Gpu::open(ordinal, cache_folder().as_deref())?]))
+        }
     }
 }
 

@@ -67,6 +67,12 @@ impl Output {
         }
     }
 
+    /// Leaves it to another process of the job to say what all of them would.
+    pub(crate) fn said_elsewhere() -> Self {
+        IS_SAID_ELSEWHERE.store(true, Ordering::Relaxed);
+        Output { format: Format::Quiet, stdout_gone: AtomicBool::new(false) }
+    }
+
     /// A line that is not the result. What must not be missed, such as a step that was passed over, goes to [`complain`].
     pub(crate) fn note(&self, text: impl Display) {
         if self.format != Format::Quiet {
@@ -90,8 +96,18 @@ impl Output {
     }
 }
 
+/// Whether another process says what all of a job's would.
+static IS_SAID_ELSEWHERE: AtomicBool = AtomicBool::new(false);
+
 /// A line on stderr. Where nobody reads it, there is nobody to tell.
 pub(crate) fn complain(text: impl Display) {
+    if !IS_SAID_ELSEWHERE.load(Ordering::Relaxed) {
+        complain_for_oneself(text);
+    }
+}
+
+/// The same where it concerns this process of a job's alone.
+pub(crate) fn complain_for_oneself(text: impl Display) {
     let _ = writeln!(std::io::stderr().lock(), "{text}");
 }
 

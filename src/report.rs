@@ -2,7 +2,7 @@
 
 pub(crate) mod codes;
 
-use crate::output::complain;
+use crate::output::complain_for_oneself;
 use ckpt::IoClass;
 use codes::UNKNOWN;
 use miette::{Diagnostic, GraphicalReportHandler, GraphicalTheme, LabeledSpan, NamedSource, SourceCode};
@@ -75,6 +75,7 @@ fn told_by(error: &(dyn Error + 'static)) -> Option<(String, String)> {
         train::backend::BackendError
         train::backend::cuda::OpenError
         train::comm::CommError
+        train::comm::processes::LaunchError
         train::config::ConfigError
         train::data::TokenFileError
         train::data::DataPathError
@@ -111,6 +112,8 @@ pub(crate) fn failure(error: WorldError<RunError>) -> anyhow::Error {
         Reason::NotStarted(reason) => {
             ("RM3202", format!("rank {rank} got no thread: {reason}"), "run with fewer ranks")
         }
+        Reason::NotJoined(error) => return error.into(),
+        Reason::Elsewhere(error) => return error.into(),
         Reason::Silent(error) => ("RM9001", format!("rank {rank}: {error}"), bug),
     };
     Refusal::new(code, message, help).into()
@@ -140,7 +143,7 @@ pub(crate) fn report(error: &anyhow::Error, as_json: bool) -> ExitCode {
         let causes: Vec<String> = std::iter::successors(report.cause.as_deref(), |c| c.cause.as_deref())
             .map(|cause| cause.message.clone())
             .collect();
-        complain(json!({"error": {
+        complain_for_oneself(json!({"error": {
             "code": report.code,
             "message": report.message,
             "causes": causes,
@@ -149,9 +152,14 @@ pub(crate) fn report(error: &anyhow::Error, as_json: bool) -> ExitCode {
             "retryable": matches!(report.exit, 5 | 75),
         }}));
     } else {
-        complain(report.render(std::io::stderr().is_terminal()));
+        complain_for_oneself(report.render(std::io::stderr().is_terminal()));
     }
     ExitCode::from(report.exit)
+}
+
+/// The exit code of `error`, for a process that leaves it to another one to print it.
+pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
+    ExitCode::from(Report::of(error).exit)
 }
 
 /// What clap says of the arguments: help and version on stdout, and a wrong flag on stderr with exit code 2.

@@ -29,12 +29,16 @@ mesh::settings! {
         pub(crate) micro_batch_size: Option<u32>,
         #[arg(skip)]
         pub(crate) global_batch_size: Option<u64>,
-        /// Ranks of the job, threads of one process [default: one copy of the model, TP × PP × CP × GTP, times DP if that is said]
+        /// Ranks of the job [default: what a launcher says, else one copy of the model, TP × PP × CP × GTP, times DP if that is
+        /// said]
         #[arg(long, visible_alias = "world-size", value_name = "RANKS")]
         pub(crate) nproc_per_node: Option<u32>,
-        /// What ranks compute on; cuda is the first GPU, which all ranks share [default: cpu]
+        /// What ranks compute on; with cuda rank r on GPU r modulo their number [default: cpu]
         #[arg(long, value_parser = named::<DeviceArg>(), value_name = "DEVICE")]
         pub(crate) device: Option<DeviceArg>,
+        /// What ranks are that no launcher has started [default: threads on cpu, processes on cuda]
+        #[arg(long, value_parser = named::<RanksAs>(), value_name = "KIND")]
+        pub(crate) ranks_as: Option<RanksAs>,
         /// Optimizer steps of the whole run, those before a resume included (required, or --train-samples)
         #[arg(long, value_name = "STEPS", conflicts_with = "train_samples")]
         pub(crate) train_iters: Option<u64>,
@@ -168,6 +172,14 @@ pub(crate) enum DeviceArg {
     #[default]
     Cpu,
     Cuda,
+}
+
+/// `--ranks-as`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum RanksAs {
+    Threads,
+    Processes,
 }
 
 impl TrainingArgs {

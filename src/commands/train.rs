@@ -1,16 +1,17 @@
 //! `remesh train`: resolves what was said, finds where to go on from, and runs.
 
+mod launcher;
 mod progress;
 
-use crate::args::{CheckpointArgs, RunArgs, TrainArgs, resolve};
+use crate::args::{CheckpointArgs, DeviceArg, RanksAs, RunArgs, Said, TrainArgs, TrainingArgs, resolve};
 use crate::device;
 use crate::memory;
 use crate::output::{Output, complain, count};
-use crate::report::{Refusal, failure, is_damage};
+use crate::report::{Refusal, exit_code, failure, is_damage};
 use crate::start::{self, Start};
 use anyhow::Context;
 use ckpt::Saver;
-use mesh::ParallelConfig;
+use mesh::{ParallelConfig, Source};
 use progress::{Line, Progress};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag;
@@ -18,6 +19,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
+use train::comm::CommError;
+use train::comm::processes::Launch;
 use train::data::{Blend, Parts, Tokenizer};
 use train::resume::{self, Resume, SavedRun, Selection};
 use train::run::{Event, Job, RunEnd, RunName, SavePolicy, Trainable};
@@ -46,11 +49,21 @@ struct Prepared {
 /// Trains; exit code 75 if a signal ended the run after a complete save.
 pub(crate) fn run(command: TrainCommand, output: &Output) -> anyhow::Result<ExitCode> {
     let signals = Signals::register()?;
-    let said = prepare(command, output)?;
+    if let Some(launch) = Launch::from_environment(|name| std::env::var(name).ok())? {
+        return match launch.is_first() {
+            true => run_rank(command, &launch, &signals, output),
+            false => run_rank(command, &launch, &signals, &Output::said_elsewhere()),
+        };
+    }
+    let said = prepare(command, None, output)?;
+    let num_ranks = said.parallel.layout().world_size();
+    if num_ranks > 1 && ranks_as(&said.args.training) == RanksAs::Processes {
+        return launcher::run(num_ranks, timeout(&said.args.training), &signals);
+    }
     let mut damaged = Vec::new();
     loop {
         let start = start::find(&said.args.checkpoint, damaged.last().copied())?;
-        match (train_from(&said, &start, &damaged, &signals, output), &start.checkpoint) {
+        match (train_from(&said, &start, &damaged, None, &signals, output), &start.checkpoint) {
             (Ok(end), _) => return Ok(signals.exit_code(end, said.args.checkpoint.save.is_some())),
             // Found while the latest was read: the next older one may be whole.
             (Err(error), Some(checkpoint)) if start.is_latest && is_damage(&error) => {
@@ -62,8 +75,42 @@ pub(crate) fn run(command: TrainCommand, output: &Output) -> anyhow::Result<Exit
     }
 }
 
-fn prepare(command: TrainCommand, output: &Output) -> anyhow::Result<Prepared> {
-    let said = command.run.said(output)?;
+/// Trains as one of several processes. A failure is printed where it happened and by rank 0, and damage in the latest checkpoint
+/// ends the job: ranks cannot each go back by themselves.
+fn run_rank(
+    command: TrainCommand,
+    launch: &Launch,
+    signals: &Signals,
+    output: &Output,
+) -> anyhow::Result<ExitCode> {
+    let said = prepare(command, Some(launch), output)?;
+    let start = start::find(&said.args.checkpoint, None)?;
+    match train_from(&said, &start, &[], Some(launch), signals, output) {
+        Ok(end) => Ok(signals.exit_code(end, said.args.checkpoint.save.is_some())),
+        Err(error) if !launch.is_first() && error.is::<CommError>() => Ok(exit_code(&error)),
+        Err(error) => Err(error),
+    }
+}
+
+/// What ranks are that no launcher has started.
+fn ranks_as(args: &TrainingArgs) -> RanksAs {
+    args.ranks_as.unwrap_or(match args.device {
+        Some(DeviceArg::Cuda) => RanksAs::Processes,
+        Some(DeviceArg::Cpu) | None => RanksAs::Threads,
+    })
+}
+
+/// How long ranks wait for each other.
+fn timeout(args: &TrainingArgs) -> Duration {
+    let minutes = args.distributed_timeout_minutes;
+    minutes.map_or(Job::TIMEOUT, |minutes| Duration::from_secs(60 * u64::from(minutes.get())))
+}
+
+fn prepare(command: TrainCommand, launch: Option<&Launch>, output: &Output) -> anyhow::Result<Prepared> {
+    let mut said = command.run.said(output)?;
+    if let Some(launch) = launch {
+        said = of_launch(said, launch)?;
+    }
     let (args, parallelism) = (said.args().clone(), said.parallelism());
     resolve::require(&args)?;
     let parallel = resolve::parallel(&said)?;
@@ -82,10 +129,31 @@ fn prepare(command: TrainCommand, output: &Output) -> anyhow::Result<Prepared> {
     Ok(Prepared { args, parallel, tokenizer, tokens, validation })
 }
 
+/// The same where a launcher says how many ranks there are.
+///
+/// # Errors
+/// If another number is asked for.
+fn of_launch(said: Said, launch: &Launch) -> Result<Said, Refusal> {
+    match said.args().training.nproc_per_node {
+        None => {
+            let training = TrainingArgs { nproc_per_node: Some(launch.num_ranks), ..TrainingArgs::default() };
+            Ok(said.over(Source::ProgramDefault, TrainArgs { training, ..TrainArgs::default() }))
+        }
+        Some(ranks) if ranks == launch.num_ranks => Ok(said),
+        Some(ranks) => {
+            let asked = count(ranks, "rank");
+            let message = format!("{asked} are asked for, and a launcher has started {}", launch.num_ranks);
+            let help = "leave out --nproc-per-node where a launcher says it";
+            Err(Refusal::new("RM6003", message, help))
+        }
+    }
+}
+
 fn train_from(
     said: &Prepared,
     start: &Start,
     damaged: &[u64],
+    launch: Option<&Launch>,
     signals: &Signals,
     output: &Output,
 ) -> anyhow::Result<RunEnd> {
@@ -121,7 +189,11 @@ fn train_from(
         None => {}
     }
 
-    let device = device::open(device)?;
+    let device = match launch {
+        Some(launch) => device::open_own(device, launch.local_rank)?,
+        None => device::open(device, config.parallel.layout().world_size())?,
+    };
+    let is_first = launch.is_none_or(Launch::is_first);
     let name = run_name();
     let iteration = continued.map_or(0, |checkpoint| checkpoint.step());
     let damaged = if start.is_in_save { damaged } else { &[] };
@@ -130,10 +202,15 @@ fn train_from(
     let store = store.transpose()?;
     // Only once it is sure what the run goes on from.
     let set_newer_aside = || match &store {
-        Some(store) if overwrite => store.set_aside(iteration, &name.run).map(drop),
+        Some(store) if overwrite && is_first => store.set_aside(iteration, &name.run).map(drop),
         _ => Ok(()),
     };
-    let progress = Progress::new(&said.args, &config, start, iteration + 1, run.changes(), output)?;
+    let logs = is_first.then_some(&said.args);
+    let progress = Progress::new(logs, &config, start, iteration + 1, run.changes(), output)?;
+    // The first rank alone is told when training begins.
+    if !is_first {
+        signals.training_begins();
+    }
     if start.checkpoint.is_none() {
         signals.training_begins();
         set_newer_aside()?;
@@ -151,11 +228,7 @@ fn train_from(
             writer: name.clone(),
             now,
         }),
-        timeout: said
-            .args
-            .training
-            .distributed_timeout_minutes
-            .map_or(Job::TIMEOUT, |minutes| Duration::from_secs(60 * u64::from(minutes.get()))),
+        timeout: timeout(&said.args.training),
         stop: &signals.stop,
         observer: &|event| {
             if let Event::Resumed(_) = event {
@@ -165,7 +238,11 @@ fn train_from(
             Ok(progress.observe(event)?)
         },
     };
-    let end = train::run::run(&job).map_err(|error| failure(*error))?;
+    let end = match launch {
+        Some(launch) => train::run::run_process(&job, launch, &signals.stop),
+        None => train::run::run(&job),
+    };
+    let end = end.map_err(|error| failure(*error))?;
     if end.iteration == iteration {
         output.note(format!("nothing to train: {iteration} of {} done", count(config.train_iters, "step")));
     }

@@ -139,6 +139,11 @@ codes! {
     "An update made an element of the weights or moments NaN or infinite, although the gradients were finite. Such a state is never \
      saved, and as no later one would be better, the run ends; the checkpoint before is intact. A lower rate or a longer warm-up may \
      help."
+    "RM3206" 5 "the processes of a job did not meet"
+    "Rank 0 listens on MASTER_PORT, behind torchrun on one of the sixteen ports after it, and all others come to MASTER_ADDR. The error \
+     says what was tried."
+    "RM3207" 2 "processes were started differently"
+    "Each rank that is a process reads flags and files and finds its checkpoint by itself; all must come to the same."
 
     "RM4012" 3 "there is no such checkpoint"
     "The folder, or the step in it, is not there. `remesh ls RUN` lists the steps that are."
@@ -203,6 +208,8 @@ codes! {
     "Patterns are globs, such as `decoder.layers.0.*`; `**` is everything."
     "RM6010" 2 "numbers that make no schedule"
     "Lengths must fit into one another (warm-up < decay), and rates must be 0 ≤ min ≤ max, all finite."
+    "RM6011" 2 "a launcher's environment that cannot be"
+    "The error names the variable. `docs/cli.md` lists what is read of torchrun, Slurm, MPI and Kubernetes."
 
     "RM7002" 7 "another run saves here"
     "Two runs save to one folder. Stop one of them, or give it another folder."
@@ -229,6 +236,8 @@ codes! {
     "The driver or the compiler refused; the error has their words. `remesh doctor` shows the versions that were found."
     "RM8004" 8 "no memory is left on the device"
     "Less is needed with a smaller micro-batch, or with more ranks on more devices."
+    "RM8005" 3 "NCCL is not there"
+    "Ranks on several GPUs exchange data by libnccl, 2.14 or newer. `remesh doctor` shows where it is looked for."
 
     "RM9000" 70 "an error without a code"
     "A fault of the program; please report it."

@@ -2,7 +2,7 @@
 //! too.
 
 use crate::Test;
-use mesh::DType;
+use mesh::{DType, Rank};
 use std::cell::RefCell;
 use train::backend::{
     Accumulate, AdamWStep, AttentionInputs, Backend, Buffers, Center, Device, Dropout, Heads, HiddenSite,
@@ -184,7 +184,8 @@ impl Case {
 
     /// What all buffers hold after the program, and the peak.
     fn run_on(&self, device: &Device) -> (Vec<Vec<u8>>, f32) {
-        let mut backend = device.backend(Recorder::new(&self.buffers).plan(), &self.numerics()).unwrap();
+        let mut backend =
+            device.backend(Rank(0), Recorder::new(&self.buffers).plan(), &self.numerics()).unwrap();
         let backend: &mut dyn Backend = backend.as_mut();
         for Buffer { view, bytes, .. } in &self.contents {
             backend.upload(*view, bytes).unwrap();

@@ -15,6 +15,7 @@ mod labels;
 mod layouts;
 mod logits;
 mod mutations;
+mod processes;
 mod resume;
 mod streams;
 mod support;

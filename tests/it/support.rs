@@ -11,6 +11,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use train::backend::Device;
 use train::comm::mutate::Mutated;
+use train::comm::nccl::Links;
 use train::comm::threads::{RankContext, World, WorldOptions};
 use train::comm::{Comm, Site};
 use train::config::{
@@ -230,7 +231,7 @@ pub fn trace(config: &TrainConfig, tokens: &Blend, tracing: Tracing) -> Result<T
     trace_on(&Device::Cpu, config, tokens, tracing)
 }
 
-/// The same on another device, which all ranks share.
+/// The same on another device.
 ///
 /// # Errors
 /// See [`trace`].
@@ -264,8 +265,9 @@ fn rank_trace(
     context: &RankContext,
 ) -> Result<RankTrace, StepError> {
     let groups = table.for_rank(context.rank());
+    let links = Links::connect(context, device, &groups, Comms::NEEDED)?;
     let comms = Comms::new(&groups, |kind| {
-        let comm = context.comm(&groups, kind);
+        let comm = links.comm(context, &groups, kind);
         match tracing.mutate {
             Some(site) => Rc::new(Mutated::new(comm, site)) as Rc<dyn Comm>,
             None => comm,

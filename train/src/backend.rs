@@ -18,7 +18,8 @@ pub use view::{BufId, View};
 
 use crate::config::Numerics;
 use cpu::CpuBackend;
-use cuda::Gpu;
+use cuda::{CudaBackend, Gpu};
+use mesh::Rank;
 use std::sync::Arc;
 
 /// What ranks compute on.
@@ -27,8 +28,8 @@ pub enum Device {
     /// The processor, each rank in its own thread.
     #[default]
     Cpu,
-    /// A GPU, which several ranks may share.
-    Cuda(Arc<Gpu>),
+    /// One or more GPUs: rank r computes on number r modulo their count, so that several ranks may share one.
+    Cuda(Vec<Arc<Gpu>>),
 }
 
 impl Device {
@@ -45,15 +46,28 @@ impl Device {
         matches!(self, Device::Cpu)
     }
 
-    /// A rank's memory, with the buffers of `plan`. Under canonical numerics nothing is used whose bits depend on how work is
+    /// The GPU of a rank, if ranks compute on GPUs.
+    pub(crate) fn gpu(&self, rank: Rank) -> Option<&Arc<Gpu>> {
+        match self {
+            Device::Cpu => None,
+            Device::Cuda(gpus) => Some(&gpus[rank.index() % gpus.len()]),
+        }
+    }
+
+    /// The memory of `rank`, with the buffers of `plan`. Under canonical numerics nothing is used whose bits depend on how work is
     /// cut.
     ///
     /// # Errors
     /// What the device says, above all that its memory is too small.
-    pub fn backend(&self, plan: MemoryPlan, numerics: &Numerics) -> Result<Box<dyn Backend>, BackendError> {
-        Ok(match self {
-            Device::Cpu => Box::new(CpuBackend::new(plan)),
-            Device::Cuda(gpu) => Box::new(gpu.backend(plan, numerics)?),
+    pub fn backend(
+        &self,
+        rank: Rank,
+        plan: MemoryPlan,
+        numerics: &Numerics,
+    ) -> Result<Box<dyn Backend>, BackendError> {
+        Ok(match self.gpu(rank) {
+            None => Box::new(CpuBackend::new(plan)),
+            Some(gpu) => Box::new(gpu.backend(plan, numerics)?),
         })
     }
 }
@@ -85,6 +99,11 @@ pub trait Backend {
     /// # Errors
     /// What the device says.
     fn take_fixed_point_peak(&mut self) -> Result<f32, BackendError>;
+
+    /// The CUDA backend, if it is one: what moves data between GPUs needs its memory and its queue.
+    fn as_cuda(&self) -> Option<&CudaBackend> {
+        None
+    }
 }
 
 /// A device failed, or is too small.

@@ -3,11 +3,14 @@
 //! Rules on both sides: the same calls in the same order on all members, equal lengths and types (checked), and buffers
 //! that belong to an operation until its ticket was waited for. A group of one is the identity and issues nothing.
 
+mod board;
 mod error;
 #[cfg(test)]
 mod host_memory;
 #[cfg(any(test, feature = "testing"))]
 pub mod mutate;
+pub mod nccl;
+pub mod processes;
 pub mod record;
 pub mod threads;
 
@@ -15,6 +18,7 @@ pub use error::{Blocked, CommError, Desync};
 
 use crate::backend::{Backend, BackendError, Op, View};
 use mesh::{DType, GroupKind, ProcessGroups, Rank};
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// Names one call in the program, such as `mlp.fc2.reduce`; members compare it, and errors and tests speak of it.
@@ -111,7 +115,7 @@ pub trait Comm {
 }
 
 /// How contributions are combined.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reduce {
     /// F32 or BF16, added pairwise in the order of positions: neighbours first, then pairs of pairs; a last odd one waits. The
     /// sum over `2^k` aligned neighbours, then over those sums, is the sum over all, bit for bit. BF16
@@ -145,7 +149,7 @@ impl Reduce {
 }
 
 /// What is done with the contributions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Collective {
     /// Every member gets all of them.
     AllGather,
@@ -233,7 +237,7 @@ impl Ticket {
 }
 
 /// One group of one model, for one purpose.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct GroupId {
     /// The collection's model.
     pub model: String,
@@ -242,7 +246,8 @@ pub struct GroupId {
     /// Its number in creation order; the rank's own number where the collection has no such group.
     pub index: usize,
     /// Empty for the step itself. Traffic that must not mix with it, such as a save's, has a name of its own.
-    pub purpose: &'static str,
+    #[serde(deserialize_with = "processes::word")]
+    pub purpose: Site,
 }
 
 impl fmt::Display for GroupId {
@@ -256,7 +261,7 @@ impl fmt::Display for GroupId {
 }
 
 /// A rank's place in one of its groups.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 struct Membership {
     id: GroupId,
     /// Members by position.
@@ -286,13 +291,14 @@ impl Membership {
 }
 
 /// What one member issued, as far as members must agree on it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OpSignature {
     /// A collective on views.
     Tensor {
         /// Which, and how it combines.
         collective: Collective,
         /// Call site.
+        #[serde(deserialize_with = "processes::word")]
         site: Site,
         /// Element type.
         dtype: DType,
@@ -302,6 +308,7 @@ pub enum OpSignature {
     /// A gather of host bytes.
     Bytes {
         /// Call site.
+        #[serde(deserialize_with = "processes::word")]
         site: Site,
     },
 }

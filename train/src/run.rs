@@ -1,4 +1,4 @@
-//! A run: resume, step, log, save, stop. Ranks are threads of this process.
+//! A run: resume, step, log, save, stop. Ranks are threads of this process, or processes of their own.
 //!
 //! What happens is told to an observer as values; nothing here prints, and no file but the token file is opened here.
 
@@ -9,6 +9,8 @@ pub use trainable::Trainable;
 
 use crate::backend::Device;
 use crate::comm::CommError;
+use crate::comm::nccl::Links;
+use crate::comm::processes::{self, Launch};
 use crate::comm::threads::{RankContext, RankFailure, Reason, World, WorldError, WorldOptions};
 use crate::config::ConfigError;
 use crate::data::TokenFileError;
@@ -199,6 +201,14 @@ pub enum RunError {
     /// The observer ended the run.
     #[error(transparent)]
     Observer(ObserverError),
+    /// Processes were started differently.
+    #[error("rank {rank} has other settings than rank {first}, or goes on from another checkpoint")]
+    Start {
+        /// The first rank.
+        first: Rank,
+        /// The first one that differs from it.
+        rank: Rank,
+    },
     /// Another rank failed.
     #[error(transparent)]
     Comm(#[from] CommError),
@@ -219,6 +229,7 @@ impl RunError {
             RunError::Save { source, .. } => source.code(),
             RunError::NotFinite { .. } => "RM3201",
             RunError::Observer(_) => "RM9000",
+            RunError::Start { .. } => "RM3207",
             RunError::Comm(error) => error.code(),
         }
     }
@@ -240,6 +251,10 @@ impl RunError {
                     .to_owned()
             }
             RunError::Observer(_) => "the observer's words say why".to_owned(),
+            RunError::Start { .. } => {
+                "start all processes with the same flags, files and folders; --ckpt-step says which checkpoint is meant"
+                    .to_owned()
+            }
             RunError::Comm(error) => error.help().to_owned(),
         }
     }
@@ -260,6 +275,41 @@ pub fn run(job: &Job) -> Result<RunEnd, Box<WorldError<RunError>>> {
     let run_rank = |context: &RankContext| run_rank(job, &groups.for_rank(context.rank()), "", context);
     let ends = World::run(layout.world_size(), options, run_rank)?;
     Ok(ends[0])
+}
+
+/// Runs this process's rank of `job`, of which every other rank is a process with the same job. `stop` is the job's, and is set, too,
+/// when the launcher asks for it.
+///
+/// # Errors
+/// As [`run`]; ranks that do not find each other, or were started differently.
+pub fn run_process(
+    job: &Job,
+    launch: &Launch,
+    stop: &Arc<AtomicBool>,
+) -> Result<RunEnd, Box<WorldError<RunError>>> {
+    job.check_device().map_err(|error| {
+        let first = RankFailure { rank: launch.rank, reason: Reason::Error(error.into()) };
+        WorldError { first, followers: Vec::new() }
+    })?;
+    let table = Arc::new(GroupTable::new("model", job.run.config().parallel.layout()));
+    let run_rank = |context: &RankContext| {
+        let groups = table.for_rank(context.rank());
+        agree_on_start(job, &groups, context)?;
+        run_rank(job, &groups, "", context)
+    };
+    Ok(processes::run(launch, job.timeout, stop, run_rank)?)
+}
+
+/// Ranks that are processes were each told what to train and found where to go on from by themselves.
+fn agree_on_start(job: &Job, groups: &ProcessGroups, context: &RankContext) -> Result<(), RunError> {
+    let from = job.run.from().map(|from| (from.commit().iteration, from.commit().fingerprint));
+    let own = serde_json::to_vec(&(job.run.config(), from)).expect("plain data");
+    let comm = context.comm_for("start", groups, GroupKind::TpDpCp);
+    let starts = comm.gather_bytes("run.start", &own)?;
+    match starts.iter().zip(groups.table().ranks()).find(|(start, _)| **start != starts[0]) {
+        Some((_, rank)) => Err(RunError::Start { first: groups.table().ranks()[0], rank: *rank }),
+        None => Ok(()),
+    }
 }
 
 /// One rank's part of [`run`], for a model with these process groups whose keys begin with `key_prefix`. Several models may
@@ -330,7 +380,8 @@ impl<'a> RankRun<'a> {
         context: &RankContext,
     ) -> Result<Self, RunError> {
         let config = job.run.config();
-        let comms = Comms::new(groups, |kind| context.comm(groups, kind)).map_err(BuildError::from)?;
+        let links = Links::connect(context, &job.device, groups, Comms::NEEDED)?;
+        let comms = Comms::new(groups, |kind| links.comm(context, groups, kind)).map_err(BuildError::from)?;
         let mut trainer = Trainer::new(config, groups, comms, &job.device)?;
         let state = RunState::new(&mut trainer, key_prefix).map_err(BuildError::from)?;
         let saver = job.save.as_ref().map(|policy| {

@@ -297,7 +297,7 @@ impl Trainer {
         let recorded = |log| Comms::new(groups, |kind| Rc::new(RecordedComm::new(groups, kind, log)));
         let (learning, recorded) = (recorded(&ignored)?, recorded(&call_log)?);
         let plan = program.record(&buffers, &learning, &recorded).expect("a recorder cannot fail");
-        let be = device.backend(plan.clone(), &config.numerics)?;
+        let be = device.backend(groups.rank(), plan.clone(), &config.numerics)?;
         let mut trainer =
             Trainer { config: config.clone(), groups: groups.clone(), comms, be, program, plan, call_log };
         trainer.init_weights()?;

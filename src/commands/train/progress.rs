@@ -130,12 +130,13 @@ pub(super) struct StepLine {
 }
 
 impl<'a> Progress<'a> {
-    /// For a run that starts at `start` with step `first_step` and changes the settings `changes` of the saved one.
+    /// For a run that starts at `start` with step `first_step` and changes the settings `changes` of the saved one. Without
+    /// `args` no event will come: another process is told.
     ///
     /// # Errors
     /// If `metrics.jsonl` cannot be read or opened.
     pub(super) fn new(
-        args: &TrainArgs,
+        args: Option<&TrainArgs>,
         config: &'a TrainConfig,
         start: &Start,
         first_step: u64,
@@ -148,7 +149,9 @@ impl<'a> Progress<'a> {
             step: checkpoint.step(),
             layout: saved_layout(checkpoint.commit()),
         });
-        let own = args.logging.log_dir.clone().or(args.checkpoint.save.as_deref().and_then(local_folder));
+        let own = args.and_then(|TrainArgs { logging, checkpoint, .. }| {
+            logging.log_dir.clone().or(checkpoint.save.as_deref().and_then(local_folder))
+        });
         let loaded_folder = loaded_from.as_ref().and_then(|from| local_folder(&from.run));
         let mut earlier = None;
         for folder in loaded_folder.iter().chain(&own) {
@@ -159,8 +162,8 @@ impl<'a> Progress<'a> {
         Ok(Progress {
             output,
             config,
-            log_interval: args.logging.log_interval.unwrap_or(1).max(1),
-            strict: args.checkpoint.strict == Some(true),
+            log_interval: args.and_then(|args| args.logging.log_interval).unwrap_or(1).max(1),
+            strict: args.is_some_and(|args| args.checkpoint.strict == Some(true)),
             loaded_from,
             state: Mutex::new(State {
                 metrics: own.as_deref().map(MetricsFile::append_to).transpose()?,

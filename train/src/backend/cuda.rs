@@ -11,6 +11,7 @@ mod attention;
 mod device;
 mod gpu;
 pub mod kernels;
+pub(crate) mod lane;
 mod launch;
 pub mod loader;
 mod matmul;

@@ -3,10 +3,11 @@
 use super::{GroupId, OpSignature};
 use crate::backend::BackendError;
 use mesh::Rank;
+use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
 /// Why a collective did not complete. Once one happens in a job every rank gets the same at its next call.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum CommError {
     /// A rank ended first; its reason is the cause.
     #[error("rank {rank} failed: {why}")]
@@ -35,17 +36,33 @@ pub enum CommError {
         /// All waiting ranks.
         blocked: Vec<Blocked>,
     },
+    /// Ranks compute on several GPUs, and NCCL is not there to move data between them.
+    #[serde(skip)]
+    #[error("several GPUs need NCCL 2.14 or newer, and libnccl.so.2 was not found or is older")]
+    NoNccl,
     /// The device failed while a buffer was moved.
+    #[serde(skip)]
     #[error(transparent)]
     Backend(#[from] BackendError),
 }
 
 impl CommError {
+    /// The error as other processes are told: what is one rank's own is its reason.
+    pub(super) fn told_by(self, rank: Rank) -> CommError {
+        match self {
+            CommError::NoNccl | CommError::Backend(_) => {
+                CommError::PeerFailed { rank, why: self.to_string() }
+            }
+            other => other,
+        }
+    }
+
     /// The error's number.
     pub fn code(&self) -> &'static str {
         match self {
             CommError::PeerFailed { .. } => "RM3200",
             CommError::TimedOut { .. } => "RM3204",
+            CommError::NoNccl => "RM8005",
             CommError::Backend(error) => error.code(),
             CommError::Desync(_) | CommError::Deadlock { .. } => "RM9003",
         }
@@ -58,6 +75,10 @@ impl CommError {
             CommError::TimedOut { .. } => {
                 "a rank was too busy, or its disk too slow; run again, with a longer --distributed-timeout-minutes"
             }
+            CommError::NoNccl => {
+                "install it (for example `pip install nvidia-nccl-cu13` in the active virtual environment); `remesh doctor` \
+                 shows what is found"
+            }
             CommError::Backend(error) => error.help(),
             CommError::Desync(_) | CommError::Deadlock { .. } => {
                 "this is a fault of the program; please report it with this text"
@@ -67,7 +88,7 @@ impl CommError {
 }
 
 /// Two members issued different operations.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[error("{group}: operation {sequence} is {issued} on rank {rank} but {other_issued} on rank {other}")]
 pub struct Desync {
     /// In which group.
@@ -85,7 +106,7 @@ pub struct Desync {
 }
 
 /// A rank that waits, and for whom.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Blocked {
     /// Who waits.
     pub rank: Rank,

@@ -11,18 +11,21 @@ mod reduce;
 #[cfg(test)]
 mod tests;
 
+use super::board::{Board, ThreadId};
 use super::error::list;
+use super::processes::LaunchError;
 use super::{Comm, CommError, Membership};
-use board::{Board, ThreadId};
-use communicator::ThreadComm;
+pub(super) use board::LocalBoard;
+pub(super) use communicator::ThreadComm;
 #[cfg(test)]
 use faults::Fault;
 use mesh::{GroupKind, ProcessGroups, Rank};
+pub(super) use reduce::Payload;
 use std::any::Any;
 use std::fmt::{self, Display};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -51,25 +54,15 @@ impl World {
         E: Display + Send,
     {
         assert!(num_ranks > 0, "a world has at least one rank");
-        let board = Arc::new(Board::new(num_ranks, options));
-        let run_rank = |context: RankContext| {
-            let _span = tracing::info_span!("rank", rank = context.rank().0).entered();
-            let outcome = match catch_unwind(AssertUnwindSafe(|| program(&context))) {
-                Ok(Ok(result)) => return Ok(result),
-                Ok(Err(error)) => Reason::Error(error),
-                Err(payload) => Reason::Panic(panic_message(payload.as_ref())),
-            };
-            // Before the context is dropped, which says that the rank has ended.
-            board.fail(context.rank(), &outcome);
-            Err(outcome)
-        };
+        let board: Arc<dyn Board> = Arc::new(LocalBoard::new(num_ranks, options));
+        let run_rank = |context: RankContext| outcome_of(context, &program);
         let outcomes: Vec<Result<R, Reason<E>>> = thread::scope(|scope| {
             let spawn = |rank| {
                 let context = RankContext::new(&board, rank, ThreadId(rank.index()));
                 let thread = thread::Builder::new().name(format!("rank {rank}")).stack_size(STACK_BYTES);
                 thread.spawn_scoped(scope, || run_rank(context)).map_err(|error| {
                     let reason = Reason::NotStarted(error.to_string());
-                    board.fail(rank, &reason);
+                    board.fail_with(rank, CommError::PeerFailed { rank, why: reason.to_string() });
                     reason
                 })
             };
@@ -90,6 +83,22 @@ impl World {
         }
         Err(WorldError { first, followers })
     }
+}
+
+/// Runs a rank's program to its end. If it fails the job is told before the context is dropped, which says that the rank has ended.
+pub(super) fn outcome_of<R, E: Display>(
+    context: RankContext,
+    program: impl FnOnce(&RankContext) -> Result<R, E>,
+) -> Result<R, Reason<E>> {
+    let rank = context.rank();
+    let _span = tracing::info_span!("rank", rank = rank.0).entered();
+    let reason = match catch_unwind(AssertUnwindSafe(|| program(&context))) {
+        Ok(Ok(result)) => return Ok(result),
+        Ok(Err(error)) => Reason::Error(error),
+        Err(payload) => Reason::Panic(panic_message(payload.as_ref())),
+    };
+    context.seat.board.fail_with(rank, CommError::PeerFailed { rank, why: reason.to_string() });
+    Err(reason)
 }
 
 /// How a world behaves.
@@ -121,15 +130,16 @@ impl Default for WorldOptions {
     }
 }
 
-/// What one rank of a [`World`] is given: who it is, and its communicators.
+/// What one rank of a job is given: who it is, and its communicators.
 #[derive(Debug)]
 pub struct RankContext {
     seat: Arc<Seat>,
 }
 
 impl RankContext {
-    fn new(board: &Arc<Board>, rank: Rank, thread: ThreadId) -> Self {
-        RankContext { seat: Arc::new(Seat { board: Arc::clone(board), rank, thread }) }
+    pub(super) fn new(board: &Arc<dyn Board>, rank: Rank, thread: ThreadId) -> Self {
+        let (board, kept) = (Arc::clone(board), Mutex::default());
+        RankContext { seat: Arc::new(Seat { board, rank, thread, kept }) }
     }
 
     /// This rank in the job.
@@ -155,12 +165,31 @@ impl RankContext {
     /// # Panics
     /// As [`RankContext::comm`].
     pub fn comm_for(&self, purpose: &'static str, groups: &ProcessGroups, kind: GroupKind) -> Rc<dyn Comm> {
+        Rc::new(self.board_comm(purpose, groups, kind))
+    }
+
+    pub(super) fn board_comm(
+        &self,
+        purpose: &'static str,
+        groups: &ProcessGroups,
+        kind: GroupKind,
+    ) -> ThreadComm {
         assert_eq!(
             groups.rank(),
             self.rank(),
             "a rank communicates through its own view of the process groups"
         );
-        Rc::new(ThreadComm::new(Arc::clone(&self.seat), Membership::of(groups, kind, purpose)))
+        ThreadComm::new(Arc::clone(&self.seat), Membership::of(groups, kind, purpose))
+    }
+
+    /// Keeps what ends with the rank, once the job has heard how that ended.
+    pub(super) fn keep(&self, guard: Box<dyn Any + Send + Sync>) {
+        self.seat.kept.lock().unwrap_or_else(PoisonError::into_inner).push(guard);
+    }
+
+    /// What a thread that is no part of the rank's program may know and say of the job.
+    pub(super) fn job(&self) -> JobHandle {
+        JobHandle { board: Arc::clone(&self.seat.board), rank: self.seat.rank }
     }
 
     /// A context for another thread of this rank, such as one that saves. It needs its own purposes, since the order of
@@ -175,17 +204,48 @@ impl RankContext {
 /// an operation.
 #[derive(Debug)]
 struct Seat {
-    board: Arc<Board>,
+    board: Arc<dyn Board>,
     rank: Rank,
     thread: ThreadId,
+    kept: Mutex<Vec<Box<dyn Any + Send + Sync>>>,
 }
 
 impl Drop for Seat {
     fn drop(&mut self) {
         if thread::panicking() {
-            self.board.fail(self.rank, &"a thread of this rank panicked");
+            let why = "a thread of this rank panicked".to_owned();
+            self.board.fail_with(self.rank, CommError::PeerFailed { rank: self.rank, why });
         }
         self.board.end_thread(self.thread);
+    }
+}
+
+/// How the job goes, seen from one rank.
+#[derive(Clone, Debug)]
+pub(super) struct JobHandle {
+    board: Arc<dyn Board>,
+    rank: Rank,
+}
+
+impl JobHandle {
+    /// The first cause, if the job has failed.
+    pub(super) fn check(&self) -> Result<(), CommError> {
+        self.board.check()
+    }
+
+    /// Ends the job with this cause, unless it has failed before.
+    pub(super) fn fail(&self, error: CommError) {
+        self.board.fail_with(self.rank, error);
+    }
+
+    /// Ends the job if a rank is too late with what others have announced.
+    pub(super) fn expire(&self) {
+        self.board.expire();
+    }
+
+    /// How long a rank waits for another one.
+    pub(super) fn timeout(&self) -> Duration {
+        self.board.timeout()
     }
 }
 
@@ -216,6 +276,10 @@ pub enum Reason<E> {
     Panic(String),
     /// The system gave it no thread.
     NotStarted(String),
+    /// Its process did not find the others.
+    NotJoined(LaunchError),
+    /// It is another process's, and this is what that one told.
+    Elsewhere(CommError),
     /// It returned no error, but it aborted the job, went on after a failed collective, or ended while others waited.
     Silent(CommError),
 }
@@ -227,9 +291,11 @@ impl<E: Display> Display for Reason<E> {
             Reason::Error(error) => write!(f, "{error:#}"),
             Reason::Panic(message) => write!(f, "panicked: {message}"),
             Reason::NotStarted(reason) => write!(f, "no thread could be started: {reason}"),
+            Reason::NotJoined(error) => error.fmt(f),
             // The rank is named beside the reason.
-            Reason::Silent(CommError::PeerFailed { why, .. }) => why.fmt(f),
-            Reason::Silent(error) => error.fmt(f),
+            Reason::Silent(CommError::PeerFailed { why, .. })
+            | Reason::Elsewhere(CommError::PeerFailed { why, .. }) => why.fmt(f),
+            Reason::Silent(error) | Reason::Elsewhere(error) => error.fmt(f),
         }
     }
 }

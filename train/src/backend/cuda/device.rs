@@ -2,6 +2,7 @@
 
 use super::arguments::{Arguments, Mat};
 use super::gpu::Gpu;
+use super::lane::Scratch;
 use super::loader::{Present, reason};
 use super::matmul::Products;
 use super::memory::{DeviceMemory, Staging, arenas};
@@ -25,7 +26,7 @@ pub struct CudaBackend {
     /// Bits of the largest magnitude that fixed-point additions met, one u32.
     pub(super) peak: DeviceMemory,
     /// For partial sums inside one operation; grows to the largest request.
-    scratch: DeviceMemory,
+    scratch: Scratch,
     /// Products of bf16, where cuBLASLt is there and its bits may depend on the shape.
     pub(super) products: Option<Products>,
 }
@@ -47,7 +48,7 @@ impl CudaBackend {
                 arenas: arenas(&plan, stream)?,
                 staging: Staging::new()?,
                 peak: DeviceMemory::zeros(4, stream)?,
-                scratch: DeviceMemory::zeros(0, stream)?,
+                scratch: Scratch::NONE,
                 products: has_products.then(|| Products::new(stream)).transpose()?,
                 gpu,
                 stream,
@@ -91,7 +92,7 @@ impl CudaBackend {
     pub(super) fn scratch(&mut self, rows: usize, cols: usize) -> Result<Mat, DriverError> {
         let len = rows * cols * size_of::<f32>();
         if self.scratch.len() < len {
-            self.scratch = DeviceMemory::zeros(len, self.stream)?;
+            self.scratch = Scratch::new(len, self.stream)?;
         }
         let address = self.scratch.address();
         Ok(Mat { address, stride: cols as i64, rows: rows as i64, cols: cols as i64 })
@@ -101,28 +102,23 @@ impl CudaBackend {
     pub(super) fn launch(
         &self,
         kernel: &'static str,
-        (grid_x, grid_y): (u64, u64),
+        grid: (u64, u64),
         threads: u32,
         shared_bytes: usize,
-        mut arguments: Arguments,
+        arguments: Arguments,
     ) -> Result<(), Fault> {
-        if grid_x == 0 || grid_y == 0 {
-            return Ok(());
-        }
-        let grid = |extent: u64| u32::try_from(extent).expect("grids are smaller than 2³²");
         // SAFETY: `launch.rs` gives each kernel the arguments of its signature, with operands whose shapes `Op::check` has
         // compared and whose extents `mat` has checked against their buffers.
-        unsafe {
-            result::launch_kernel(
-                self.gpu.function(kernel),
-                (grid(grid_x), grid(grid_y), 1),
-                (threads, 1, 1),
-                u32::try_from(shared_bytes).expect("shared memory is small"),
-                self.stream,
-                &mut arguments.pointers(),
-            )?;
-        }
-        Ok(())
+        Ok(unsafe { self.gpu.launch(self.stream, kernel, grid, threads, shared_bytes, arguments) }?)
+    }
+
+    /// Where the elements of a contiguous view lie.
+    ///
+    /// # Panics
+    /// If the view has gaps, or reaches past its buffer.
+    pub(crate) fn address(&self, view: View) -> CUdeviceptr {
+        assert!(view.is_contiguous(), "a view with gaps has no one place");
+        self.mat(view).address
     }
 
     /// Sets the elements of a view to zero.
@@ -252,6 +248,8 @@ impl CudaBackend {
 
 impl Drop for CudaBackend {
     fn drop(&mut self) {
+        // It is given back in the order of the stream.
+        self.scratch = Scratch::NONE;
         // SAFETY: the stream is this backend's; nothing is queued on it when its memory is freed.
         unsafe {
             let _ = result::stream::synchronize(self.stream);
@@ -314,7 +312,7 @@ impl From<CublasError> for Fault {
     }
 }
 
-fn failed<E: Into<Fault>>(operation: &'static str) -> impl Fn(E) -> BackendError {
+pub(super) fn failed<E: Into<Fault>>(operation: &'static str) -> impl Fn(E) -> BackendError {
     move |error| {
         let reason = match error.into() {
             Fault::Driver(error) => reason(&error),
@@ -344,5 +342,9 @@ impl Backend for CudaBackend {
 
     fn take_fixed_point_peak(&mut self) -> Result<f32, BackendError> {
         self.take_peak().map_err(failed("take_fixed_point_peak"))
+    }
+
+    fn as_cuda(&self) -> Option<&CudaBackend> {
+        Some(self)
     }
 }

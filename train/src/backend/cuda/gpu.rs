@@ -1,13 +1,14 @@
 //! A GPU that was opened: its context and compiled kernels, shared by all ranks that compute on it.
 
 use super::CudaBackend;
+use super::arguments::Arguments;
 use super::kernels::sources_for;
 use super::loader::{self, Present, reason};
 use super::nvrtc::{self, CompileError};
 use crate::backend::{BackendError, MemoryPlan};
 use crate::config::Numerics;
 use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
+use cudarc::driver::sys::{self, CUfunction_attribute as Attribute, CUstream};
 use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::path::Path;
@@ -17,6 +18,7 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct Gpu {
     name: String,
+    uuid: [u8; 16],
     context: sys::CUcontext,
     functions: BTreeMap<&'static str, sys::CUfunction>,
     num_multiprocessors: u32,
@@ -87,12 +89,8 @@ impl Gpu {
     /// # Errors
     /// A missing or failing driver, compiler or GPU.
     pub fn open(ordinal: usize, cache: Option<&Path>) -> Result<Arc<Gpu>, OpenError> {
-        if !Present::get().driver {
-            return Err(OpenError::NoDriver);
-        }
         let driver = |error: DriverError| OpenError::Driver { ordinal, reason: reason(&error) };
-        result::init().map_err(driver)?;
-        let count = result::device::get_count().map_err(driver)? as usize;
+        let count = Gpu::count()?;
         if ordinal >= count {
             return Err(OpenError::NoGpu { ordinal, count });
         }
@@ -123,12 +121,47 @@ impl Gpu {
             }
         }
         let name = result::device::get_name(device).map_err(driver)?;
-        Ok(Arc::new(Gpu { name, context, functions, num_multiprocessors }))
+        let uuid = result::device::get_uuid(device).map_err(driver)?.bytes.map(|byte| byte as u8);
+        Ok(Arc::new(Gpu { name, uuid, context, functions, num_multiprocessors }))
+    }
+
+    /// How many GPUs the driver sees.
+    ///
+    /// # Errors
+    /// A missing or failing driver.
+    pub fn count() -> Result<usize, OpenError> {
+        if !Present::get().driver {
+            return Err(OpenError::NoDriver);
+        }
+        let count = result::init().and_then(|()| result::device::get_count());
+        let driver = |error: DriverError| OpenError::Driver { ordinal: 0, reason: reason(&error) };
+        Ok(count.map_err(driver)? as usize)
+    }
+
+    /// Opens the GPUs from 0 on, as many as there are but not more than `max`, at least one.
+    ///
+    /// # Errors
+    /// As [`Gpu::open`].
+    pub fn open_first(max: usize, cache: Option<&Path>) -> Result<Vec<Arc<Gpu>>, OpenError> {
+        let mut gpus = vec![Gpu::open(0, cache)?];
+        while gpus.len() < max {
+            match Gpu::open(gpus.len(), cache) {
+                Ok(gpu) => gpus.push(gpu),
+                Err(OpenError::NoGpu { .. }) => break,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(gpus)
     }
 
     /// The GPU's name.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// What tells it from every other GPU.
+    pub(crate) fn uuid(&self) -> [u8; 16] {
+        self.uuid
     }
 
     /// A rank's memory and queue of work. Under canonical numerics the bits do not depend on how work is cut.
@@ -144,7 +177,7 @@ impl Gpu {
     }
 
     /// Makes this GPU the calling thread's.
-    pub(super) fn enter(&self) -> Result<(), DriverError> {
+    pub(crate) fn enter(&self) -> Result<(), DriverError> {
         // SAFETY: the context is retained for the rest of the process.
         unsafe { result::ctx::set_current(self.context) }
     }
@@ -155,12 +188,43 @@ impl Gpu {
     }
 
     /// A kernel of the table.
-    pub(super) fn function(&self, kernel: &str) -> sys::CUfunction {
+    fn function(&self, kernel: &str) -> sys::CUfunction {
         *self.functions.get(kernel).unwrap_or_else(|| panic!("no kernel is called `{kernel}`"))
     }
 
     pub(super) fn num_multiprocessors(&self) -> u32 {
         self.num_multiprocessors
+    }
+
+    /// Queues a kernel on a stream of this GPU.
+    ///
+    /// # Safety
+    /// The arguments are those of the kernel's signature, and what it reads and writes with them is there.
+    pub(super) unsafe fn launch(
+        &self,
+        stream: CUstream,
+        kernel: &str,
+        (grid_x, grid_y): (u64, u64),
+        threads: u32,
+        shared_bytes: usize,
+        mut arguments: Arguments,
+    ) -> Result<(), DriverError> {
+        if grid_x == 0 || grid_y == 0 {
+            return Ok(());
+        }
+        let grid = |extent: u64| u32::try_from(extent).expect("grids are smaller than 2³²");
+        let shared_bytes = u32::try_from(shared_bytes).expect("shared memory is small");
+        // SAFETY: passed on to the caller.
+        unsafe {
+            result::launch_kernel(
+                self.function(kernel),
+                (grid(grid_x), grid(grid_y), 1),
+                (threads, 1, 1),
+                shared_bytes,
+                stream,
+                &mut arguments.pointers(),
+            )
+        }
     }
 }
 

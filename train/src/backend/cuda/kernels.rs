@@ -33,6 +33,7 @@ static SOURCES: [Source; 9] = [
             "add_f32",
             "add_bf16",
             "add_i64",
+            "max_f32",
             "gather_16",
             "gather_32",
             "gather_64",

@@ -241,15 +241,8 @@ impl CudaBackend {
         pack: usize,
         arguments: Arguments,
     ) -> Result<(), Fault> {
-        let packs = cols.div_ceil(pack);
-        let threads = packs.next_multiple_of(32).clamp(32, 256);
-        self.launch(
-            kernel,
-            (packs.div_ceil(threads) as u64, rows.min(65_535) as u64),
-            threads as u32,
-            0,
-            arguments,
-        )
+        let (grid, threads) = grid_of_elements((rows, cols), pack);
+        self.launch(kernel, grid, threads, 0, arguments)
     }
 
     /// A block for every row.
@@ -490,6 +483,13 @@ fn gemm_grid(out: View) -> (u64, u64) {
 fn shared_bytes(heads: backend::Heads, blocks: usize, tables: usize) -> usize {
     let (rows, dim) = (ATTENTION_ROWS, heads.head_dim);
     (blocks * rows * (dim + 1) + tables * rows * (rows + 1)) * size_of::<f32>()
+}
+
+/// Blocks, and threads of one, where there is a thread for every `pack` columns of each row.
+pub(super) fn grid_of_elements((rows, cols): (usize, usize), pack: usize) -> ((u64, u64), u32) {
+    let packs = cols.div_ceil(pack);
+    let threads = packs.next_multiple_of(32).clamp(32, 256);
+    ((packs.div_ceil(threads) as u64, rows.min(65_535) as u64), threads as u32)
 }
 
 fn of_heads(heads: backend::Heads) -> Heads {

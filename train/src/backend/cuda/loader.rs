@@ -166,28 +166,30 @@ fn cublaslt_version() -> String {
     format!("{}.{}.{}", version / 10000, version / 100 % 100, version % 100)
 }
 
-/// Found by hand: what cudarc looks for lacks the name that NCCL's package installs.
-///
-/// # Safety
-/// Initialisers of the library run.
-unsafe fn nccl_version() -> Option<c_int> {
-    let file = "libnccl.so.2";
-    // SAFETY: passed on to the caller.
-    let load = || unsafe { Handle::open(Some(file), RTLD_NOW) };
-    let handle = load().or_else(|_| {
-        // SAFETY: passed on to the caller.
-        unsafe { load_from_folders(file) };
-        load()
-    });
-    let handle = handle.ok()?;
+/// NCCL, loaded for the rest of the process, if it is there. Found by hand: what cudarc looks for lacks the name that NCCL's
+/// package installs.
+pub(crate) fn nccl() -> Option<&'static Handle> {
+    static NCCL: OnceLock<Option<Handle>> = OnceLock::new();
+    const FILE: &str = "libnccl.so.2";
+    NCCL.get_or_init(|| {
+        // SAFETY: its initialisers are trusted as those of any linked library.
+        let load = |file: &str| unsafe { Handle::open(Some(file), RTLD_NOW) }.ok();
+        load(FILE).or_else(|| {
+            // SAFETY: as above.
+            unsafe { load_from_folders(FILE) };
+            load(FILE).or_else(|| load("libnccl.so"))
+        })
+    })
+    .as_ref()
+}
+
+fn nccl_version() -> Option<c_int> {
     let mut version = 0;
     // SAFETY: `ncclGetVersion` writes one integer and returns a code, in every version of NCCL.
     let code = unsafe {
-        let get = handle.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(b"ncclGetVersion\0").ok()?;
+        let get = nccl()?.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(b"ncclGetVersion\0").ok()?;
         get(&mut version)
     };
-    // Unloading NCCL is not supported.
-    std::mem::forget(handle);
     (code == 0).then_some(version)
 }
 

@@ -30,10 +30,6 @@ impl DeviceMemory {
     pub(super) fn address(&self) -> CUdeviceptr {
         self.address
     }
-
-    pub(super) fn len(&self) -> usize {
-        self.len
-    }
 }
 
 impl Drop for DeviceMemory {

@@ -3,31 +3,17 @@
 
 use super::WorldOptions;
 use super::reduce::Payload;
+use crate::comm::board::{Board, Contributions, GroupIndex, ThreadId};
 use crate::comm::{Blocked, CommError, Desync, GroupId, Membership, OpSignature};
 use mesh::Rank;
 use std::collections::BTreeMap;
 use std::fmt::Display;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Instant;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-/// A thread of the world; a rank has one and may fork more.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ThreadId(pub(super) usize);
-
-/// A group on the board.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct GroupIndex(usize);
-
-/// All contributions of one operation, by position.
+/// The board of one process.
 #[derive(Debug)]
-pub(super) struct Contributions {
-    pub(super) payloads: Vec<Payload>,
-    /// Their combination, made by the first reader that wants it whole.
-    pub(super) combined: OnceLock<Payload>,
-}
-
-#[derive(Debug)]
-pub(super) struct Board {
+pub(in crate::comm) struct LocalBoard {
     num_ranks: u32,
     options: WorldOptions,
     state: Mutex<State>,
@@ -74,13 +60,22 @@ struct PostedGroup {
 struct Cell {
     signature: OpSignature,
     first: Rank,
+    since: Instant,
     posted: Vec<Option<Payload>>,
     whole: Option<Arc<Contributions>>,
+    readers: Readers,
     unread: usize,
 }
 
-impl Board {
-    pub(super) fn new(num_ranks: u32, options: WorldOptions) -> Self {
+/// Who collects an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Readers {
+    All,
+    None,
+}
+
+impl LocalBoard {
+    pub(in crate::comm) fn new(num_ranks: u32, options: WorldOptions) -> Self {
         let thread = |rank| Thread { rank, status: Status::Running, wake: Arc::default() };
         let state = State {
             groups: Vec::new(),
@@ -88,47 +83,17 @@ impl Board {
             live_threads: vec![1; num_ranks as usize],
             first_cause: None,
         };
-        Board { num_ranks, options, state: Mutex::new(state) }
+        LocalBoard { num_ranks, options, state: Mutex::new(state) }
     }
 
-    pub(super) fn num_ranks(&self) -> u32 {
-        self.num_ranks
-    }
-
-    /// The group of this membership, the same for all members.
-    pub(super) fn group(&self, membership: &Membership) -> GroupIndex {
-        let Membership { id, ranks, .. } = membership;
-        for rank in ranks {
-            assert!(rank.0 < self.num_ranks, "{id} has rank {rank}, the world has {} ranks", self.num_ranks);
-        }
-        let mut state = self.lock();
-        let known = state.groups.iter().position(|group| group.id == *id);
-        let index = known.unwrap_or_else(|| {
-            state.groups.push(PostedGroup {
-                id: id.clone(),
-                ranks: ranks.clone(),
-                next: vec![0; ranks.len()],
-                cells: BTreeMap::new(),
-            });
-            state.groups.len() - 1
-        });
-        let agrees = state.groups[index].ranks == *ranks;
-        drop(state);
-        assert!(agrees, "{id} names two different groups: give each model a name of its own");
-        GroupIndex(index)
-    }
-
-    /// Adds a contribution and returns the operation's number. Blocks only if the world bounds incomplete operations.
-    pub(super) fn post(
+    fn add(
         &self,
-        thread: ThreadId,
         group: GroupIndex,
         position: usize,
         signature: OpSignature,
         payload: Payload,
+        readers: Readers,
     ) -> Result<u64, CommError> {
-        #[cfg(test)]
-        super::faults::delay(self.options.jitter, thread);
         let mut state = self.lock();
         state.check()?;
         let posted = &mut state.groups[group.0];
@@ -154,8 +119,10 @@ impl Board {
         let cell = posted.cells.entry(sequence).or_insert_with(|| Cell {
             signature,
             first: rank,
+            since: Instant::now(),
             posted: (0..num_members).map(|_| None).collect(),
             whole: None,
+            readers,
             unread: num_members,
         });
         if cell.signature != signature {
@@ -170,36 +137,25 @@ impl Board {
             return Err(state.fail(rank, CommError::Desync(Box::new(desync))));
         }
         cell.posted[position] = Some(payload);
-        if cell.posted.iter().all(Option::is_some) {
-            let payloads = std::mem::take(&mut cell.posted).into_iter().flatten().collect();
-            cell.whole = Some(Arc::new(Contributions { payloads, combined: OnceLock::new() }));
-            state.wake(|status| status == Status::Blocked { group, sequence });
-        }
-        drop(state);
-        if let Some(bound) = self.options.max_incomplete
-            && let Some(sequence) = sequence.checked_sub(bound)
-        {
-            drop(self.block_until_whole(thread, group, sequence)?);
+        let is_whole = cell.posted.iter().all(Option::is_some);
+        match readers {
+            Readers::All if is_whole => {
+                let payloads = std::mem::take(&mut cell.posted).into_iter().flatten().collect();
+                cell.whole = Some(Arc::new(Contributions::of(payloads)));
+                state.wake(|status| status == Status::Blocked { group, sequence });
+            }
+            Readers::None if is_whole => {
+                posted.cells.remove(&sequence);
+            }
+            Readers::All => {}
+            // Whoever it waits for may have ended.
+            Readers::None => {
+                if state.is_stuck() {
+                    return Err(state.fail_deadlocked(rank));
+                }
+            }
         }
         Ok(sequence)
-    }
-
-    /// Blocks until every member has posted the operation; its last reader frees it.
-    pub(super) fn collect(
-        &self,
-        thread: ThreadId,
-        group: GroupIndex,
-        sequence: u64,
-    ) -> Result<Arc<Contributions>, CommError> {
-        let mut state = self.block_until_whole(thread, group, sequence)?;
-        let cells = &mut state.groups[group.0].cells;
-        let cell = cells.get_mut(&sequence).expect("an operation is kept until this member has read it");
-        let contributions = Arc::clone(cell.whole.as_ref().expect("it was waited for"));
-        cell.unread -= 1;
-        if cell.unread == 0 {
-            cells.remove(&sequence);
-        }
-        Ok(contributions)
     }
 
     fn block_until_whole(
@@ -229,8 +185,92 @@ impl Board {
         }
     }
 
-    /// Counts another thread of `rank` as running.
-    pub(super) fn start_thread(&self, rank: Rank) -> ThreadId {
+    /// Ends the job because `rank` failed, unless it has failed before.
+    pub(in crate::comm) fn fail(&self, rank: Rank, why: &dyn Display) {
+        self.lock().fail(rank, CommError::PeerFailed { rank, why: why.to_string() });
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A rank that panics must not take the others' first cause away; the state is valid between any two lines.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Board for LocalBoard {
+    fn num_ranks(&self) -> u32 {
+        self.num_ranks
+    }
+
+    fn group(&self, _: ThreadId, membership: &Membership) -> GroupIndex {
+        let Membership { id, ranks, .. } = membership;
+        for rank in ranks {
+            assert!(rank.0 < self.num_ranks, "{id} has rank {rank}, the world has {} ranks", self.num_ranks);
+        }
+        let mut state = self.lock();
+        let known = state.groups.iter().position(|group| group.id == *id);
+        let index = known.unwrap_or_else(|| {
+            state.groups.push(PostedGroup {
+                id: id.clone(),
+                ranks: ranks.clone(),
+                next: vec![0; ranks.len()],
+                cells: BTreeMap::new(),
+            });
+            state.groups.len() - 1
+        });
+        let agrees = state.groups[index].ranks == *ranks;
+        drop(state);
+        assert!(agrees, "{id} names two different groups: give each model a name of its own");
+        GroupIndex(index)
+    }
+
+    fn post(
+        &self,
+        thread: ThreadId,
+        group: GroupIndex,
+        position: usize,
+        signature: OpSignature,
+        payload: Payload,
+    ) -> Result<u64, CommError> {
+        #[cfg(test)]
+        super::faults::delay(self.options.jitter, thread);
+        let sequence = self.add(group, position, signature, payload, Readers::All)?;
+        // Blocks only if the world bounds incomplete operations.
+        if let Some(bound) = self.options.max_incomplete
+            && let Some(sequence) = sequence.checked_sub(bound)
+        {
+            drop(self.block_until_whole(thread, group, sequence)?);
+        }
+        Ok(sequence)
+    }
+
+    fn announce(
+        &self,
+        _: ThreadId,
+        group: GroupIndex,
+        position: usize,
+        signature: OpSignature,
+    ) -> Result<u64, CommError> {
+        self.add(group, position, signature, Payload::zeros(0), Readers::None)
+    }
+
+    fn collect(
+        &self,
+        thread: ThreadId,
+        group: GroupIndex,
+        sequence: u64,
+    ) -> Result<Arc<Contributions>, CommError> {
+        let mut state = self.block_until_whole(thread, group, sequence)?;
+        let cells = &mut state.groups[group.0].cells;
+        let cell = cells.get_mut(&sequence).expect("an operation is kept until this member has read it");
+        let contributions = Arc::clone(cell.whole.as_ref().expect("it was waited for"));
+        cell.unread -= 1;
+        if cell.unread == 0 {
+            cells.remove(&sequence);
+        }
+        Ok(contributions)
+    }
+
+    fn start_thread(&self, rank: Rank) -> ThreadId {
         let mut state = self.lock();
         state.live_threads[rank.index()] += 1;
         let thread = Thread { rank, status: Status::Running, wake: Arc::default() };
@@ -246,8 +286,7 @@ impl Board {
         }
     }
 
-    /// Counts a thread as ended; whoever waits for the last one of a rank waits in vain.
-    pub(super) fn end_thread(&self, thread: ThreadId) {
+    fn end_thread(&self, thread: ThreadId) {
         let mut state = self.lock();
         let rank = state.threads[thread.0].rank;
         state.threads[thread.0].status = Status::Ended;
@@ -257,30 +296,41 @@ impl Board {
         }
     }
 
-    /// Ends the job because `rank` failed, unless it has failed before.
-    pub(super) fn fail(&self, rank: Rank, why: &dyn Display) {
-        self.lock().fail(rank, CommError::PeerFailed { rank, why: why.to_string() });
+    fn fail_with(&self, rank: Rank, error: CommError) {
+        self.lock().fail(rank, error);
     }
 
-    /// Fails if the job has failed.
-    pub(super) fn check(&self) -> Result<(), CommError> {
-        self.lock().check()
-    }
-
-    /// Why the job failed, and the rank that failed or found it.
-    pub(super) fn first_cause(&self) -> Option<(Rank, CommError)> {
+    fn first_cause(&self) -> Option<(Rank, CommError)> {
         self.lock().first_cause.clone()
     }
 
-    /// Operations that somebody has issued and not everybody has read.
-    #[cfg(test)]
-    pub(super) fn num_operations(&self) -> usize {
-        self.lock().groups.iter().map(|group| group.cells.len()).sum()
+    fn expire(&self) {
+        let limit = self.options.timeout;
+        let mut state = self.lock();
+        let mut late = None;
+        for (index, group) in state.groups.iter().enumerate() {
+            let announced = group.cells.iter().filter(|(_, cell)| cell.readers == Readers::None);
+            let mut old = announced.filter(|(_, cell)| cell.since.elapsed() > limit);
+            late = late
+                .or_else(|| old.next().map(|(sequence, cell)| (GroupIndex(index), *sequence, cell.first)));
+        }
+        if let Some((group, sequence, rank)) = late {
+            let blocked = vec![state.waiting(rank, group, sequence)];
+            state.fail(rank, CommError::TimedOut { limit, blocked });
+        }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // A rank that panics must not take the others' first cause away; the state is valid between any two lines.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn timeout(&self) -> Duration {
+        self.options.timeout
+    }
+
+    fn check(&self) -> Result<(), CommError> {
+        self.lock().check()
+    }
+
+    #[cfg(test)]
+    fn num_operations(&self) -> usize {
+        self.lock().groups.iter().map(|group| group.cells.len()).sum()
     }
 }
 
@@ -339,22 +389,36 @@ impl State {
                 }
             }
         }
-        waits && !runs
+        let mut announced = self.groups.iter().flat_map(|group| {
+            let cells = group.cells.values().filter(|cell| cell.readers == Readers::None);
+            cells.flat_map(|cell| group.ranks.iter().zip(&cell.posted))
+        });
+        let is_awaited = |rank: &Rank| self.live_threads[rank.index()] == 0;
+        (waits && !runs) || announced.any(|(rank, posted)| posted.is_none() && is_awaited(rank))
     }
 
+    /// Everyone who waits: in an operation, or for members that announce what others have announced.
     fn blocked(&self) -> Vec<Blocked> {
         let mut blocked = Vec::new();
         for thread in &self.threads {
             let Status::Blocked { group, sequence } = thread.status else { continue };
-            blocked.push(Blocked {
-                rank: thread.rank,
-                group: self.groups[group.0].id.clone(),
-                sequence,
-                operation: self.groups[group.0].cells[&sequence].signature,
-                missing: self.missing(group, sequence).collect(),
-            });
+            blocked.push(self.waiting(thread.rank, group, sequence));
+        }
+        for (index, group) in self.groups.iter().enumerate() {
+            let announced = group.cells.iter().filter(|(_, cell)| cell.readers == Readers::None);
+            blocked.extend(announced.map(|(at, cell)| self.waiting(cell.first, GroupIndex(index), *at)));
         }
         blocked.sort_by_key(|blocked| blocked.rank);
         blocked
+    }
+
+    fn waiting(&self, rank: Rank, group: GroupIndex, sequence: u64) -> Blocked {
+        Blocked {
+            rank,
+            group: self.groups[group.0].id.clone(),
+            sequence,
+            operation: self.groups[group.0].cells[&sequence].signature,
+            missing: self.missing(group, sequence).collect(),
+        }
     }
 }

@@ -1,17 +1,19 @@
 //! One rank's communicator in one group of a world of threads.
 
 use super::Seat;
-use super::board::{Contributions, GroupIndex};
 use super::reduce::{Payload, combine};
 use crate::backend::{Backend, View};
-use crate::comm::{Collective, Comm, CommError, GroupId, Membership, OpSignature, Operation, Site, Ticket};
+use crate::comm::board::{Contributions, GroupIndex};
+use crate::comm::{
+    Blocked, Collective, Comm, CommError, GroupId, Membership, OpSignature, Operation, Site, Ticket,
+};
 use crate::comm::{block, copy};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 #[derive(Debug)]
-pub(super) struct ThreadComm {
+pub(in crate::comm) struct ThreadComm {
     seat: Arc<Seat>,
     group: GroupIndex,
     membership: Membership,
@@ -27,7 +29,7 @@ struct Open {
 
 impl ThreadComm {
     pub(super) fn new(seat: Arc<Seat>, membership: Membership) -> Self {
-        let group = seat.board.group(&membership);
+        let group = seat.board.group(seat.thread, &membership);
         ThreadComm { seat, group, membership, open: RefCell::default() }
     }
 
@@ -35,11 +37,21 @@ impl ThreadComm {
         self.seat.board.post(self.seat.thread, self.group, self.position(), signature, payload)
     }
 
+    /// Says what this member does elsewhere, and returns the operation's number.
+    pub(in crate::comm) fn announce(&self, signature: OpSignature) -> Result<u64, CommError> {
+        self.seat.board.announce(self.seat.thread, self.group, self.position(), signature)
+    }
+
+    /// How this rank is described while it waits for an announced operation.
+    pub(in crate::comm) fn waits_for_all(&self, sequence: u64, operation: OpSignature) -> Blocked {
+        let Membership { id, ranks, position } = &self.membership;
+        let missing = ranks.iter().copied().filter(|rank| *rank != ranks[*position]).collect();
+        Blocked { rank: ranks[*position], group: id.clone(), sequence, operation, missing }
+    }
+
     /// Blocks until all members have done the same.
     fn contribute_bytes(&self, site: Site, bytes: &[u8]) -> Result<Arc<Contributions>, CommError> {
-        let mut payload = Payload::zeros(bytes.len());
-        payload.bytes_mut().copy_from_slice(bytes);
-        let sequence = self.post(OpSignature::Bytes { site }, payload)?;
+        let sequence = self.post(OpSignature::Bytes { site }, Payload::of(bytes))?;
         self.seat.board.collect(self.seat.thread, self.group, sequence)
     }
 }
@@ -119,6 +131,7 @@ impl Comm for ThreadComm {
     }
 
     fn abort(&self, why: &str) {
-        self.seat.board.fail(self.seat.rank, &why);
+        let rank = self.seat.rank;
+        self.seat.board.fail_with(rank, CommError::PeerFailed { rank, why: why.to_owned() });
     }
 }

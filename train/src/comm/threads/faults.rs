@@ -1,7 +1,7 @@
 //! Faults and delays, for tests.
 
-use super::board::ThreadId;
 use super::reduce::Payload;
+use crate::comm::board::ThreadId;
 use mesh::{GroupKind, Rank};
 use std::cell::Cell;
 use std::thread;

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 /// Elements of one member, little-endian, aligned for any element type.
 #[derive(Debug)]
-pub(super) struct Payload {
+pub(in crate::comm) struct Payload {
     words: Vec<u64>,
     size_bytes: usize,
 }
@@ -18,7 +18,13 @@ impl Payload {
         Payload { words: vec![0; size_bytes.div_ceil(8)], size_bytes }
     }
 
-    pub(super) fn bytes(&self) -> &[u8] {
+    pub(in crate::comm) fn of(bytes: &[u8]) -> Self {
+        let mut payload = Payload::zeros(bytes.len());
+        payload.bytes_mut().copy_from_slice(bytes);
+        payload
+    }
+
+    pub(in crate::comm) fn bytes(&self) -> &[u8] {
         &bytemuck::cast_slice(&self.words)[..self.size_bytes]
     }
 

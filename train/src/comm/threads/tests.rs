@@ -1,9 +1,9 @@
 mod failures;
 
-use super::board::Board;
 use super::reduce::{Payload, combine};
 use super::{RankContext, World, WorldOptions};
 use crate::backend::Backend;
+use crate::comm::board::Board;
 use crate::comm::host_memory::HostMemory;
 use crate::comm::{Comm, CommError, Reduce};
 use mesh::{ConfiguredCp, DType, Group, GroupKind, GroupTable, LayoutSizes, ParallelLayout, Rank, RankOrder};
@@ -235,18 +235,19 @@ fn an_issue_does_not_wait_and_tickets_may_be_waited_for_in_any_order() {
 #[test]
 fn an_operation_is_forgotten_when_its_last_member_has_read_it() {
     let table = one_group(4);
-    let boards: Vec<Arc<Board>> = World::run(4, WorldOptions::default(), |context| -> Result<_, CommError> {
-        let comm = tp(context, &table);
-        let be = &mut HostMemory::default();
-        let buf = be.holding(DType::F32, &[1.0f32; 8]);
-        for _ in 0..10 {
-            let ticket = comm.all_reduce(be, "sum", Reduce::Tree, buf)?;
-            comm.wait(be, ticket)?;
-            barrier(&*comm)?;
-        }
-        Ok(Arc::clone(&context.seat.board))
-    })
-    .unwrap();
+    let boards: Vec<Arc<dyn Board>> =
+        World::run(4, WorldOptions::default(), |context| -> Result<_, CommError> {
+            let comm = tp(context, &table);
+            let be = &mut HostMemory::default();
+            let buf = be.holding(DType::F32, &[1.0f32; 8]);
+            for _ in 0..10 {
+                let ticket = comm.all_reduce(be, "sum", Reduce::Tree, buf)?;
+                comm.wait(be, ticket)?;
+                barrier(&*comm)?;
+            }
+            Ok(Arc::clone(&context.seat.board))
+        })
+        .unwrap();
     assert_eq!(boards[0].num_operations(), 0);
 }
 

@@ -36,6 +36,25 @@ extern "C" __global__ void add_bf16(Mat<bf16> src, Mat<bf16> dst, int wide) {
     wide ? add<bf16, 8>(src, dst) : add<bf16, 1>(src, dst);
 }
 
+template <int N>
+__device__ void maximum(Mat<float> src, Mat<float> dst) {
+    for_each_pack<N>(dst.rows, dst.cols, [&](long long row, long long col) {
+        auto from = load<N>(src.row(row) + col);
+        auto to = load<N>(dst.row(row) + col);
+        for (int i = 0; i < N; i++) {
+            float a = from.at[i], b = to.at[i];
+            bool is_above = a > b || (a == b && __float_as_int(b) < 0);
+            if (a != a || (b == b && is_above)) to.at[i] = a;
+        }
+        store(dst.row(row) + col, to);
+    });
+}
+
+/// dst = the larger one; NaN wins, and +0 is above -0.
+extern "C" __global__ void max_f32(Mat<float> src, Mat<float> dst, int wide) {
+    wide ? maximum<4>(src, dst) : maximum<1>(src, dst);
+}
+
 extern "C" __global__ void add_i64(Mat<long long> src, Mat<long long> dst) {
     for_each_pack<1>(dst.rows, dst.cols, [&](long long row, long long col) {
         dst.row(row)[col] = (long long)((unsigned long long)dst.row(row)[col] + (unsigned long long)src.row(row)[col]);

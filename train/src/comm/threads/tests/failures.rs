@@ -5,7 +5,7 @@ use crate::backend::View;
 use crate::comm::host_memory::HostMemory;
 use crate::comm::threads::faults::{Fault, FaultEffect};
 use crate::comm::threads::{RankContext, Reason, World, WorldError, WorldOptions};
-use crate::comm::{Collective, Comm, CommError, Desync, Operation, Reduce, Ticket};
+use crate::comm::{Collective, Comm, CommError, Desync, OpSignature, Operation, Reduce, Ticket};
 use expect_test::expect;
 use mesh::{DType, GroupKind, GroupTable, Rank};
 use std::collections::BTreeMap;
@@ -348,4 +348,82 @@ fn a_reduction_of_the_wrong_type_is_wrong_code() {
     let be = &mut HostMemory::default();
     let buf = be.declare(DType::F32, 1, 1);
     Operation::new(Collective::AllReduce(Reduce::Fixed), "x", buf, buf, 2);
+}
+
+/// A gather of `len` elements that is done elsewhere, such as between GPUs.
+fn elsewhere(len: usize) -> OpSignature {
+    OpSignature::Tensor { collective: Collective::AllGather, site: "elsewhere", dtype: DType::F32, len }
+}
+
+#[test]
+fn what_members_announce_is_numbered_and_forgotten_when_all_have() {
+    let table = one_group(2);
+    let boards = World::run(2, WorldOptions::default(), |context| -> Result<_, CommError> {
+        let comm = context.board_comm("", &table.for_rank(context.rank()), GroupKind::Tp);
+        for number in 0..3 {
+            assert_eq!(comm.announce(elsewhere(8))?, number);
+        }
+        barrier(&comm)?;
+        Ok(Arc::clone(&context.seat.board))
+    });
+    assert_eq!(boards.unwrap()[0].num_operations(), 0);
+}
+
+#[test]
+fn members_that_announce_different_operations_are_named() {
+    let table = one_group(2);
+    let result = World::run(2, WorldOptions::default(), |context| {
+        let comm = context.board_comm("", &table.for_rank(context.rank()), GroupKind::Tp);
+        comm.announce(elsewhere(8 + context.rank().index()))?;
+        barrier(&comm)
+    });
+    for error in all_errors(result, 2) {
+        let CommError::Desync(desync) = error else { panic!("{error}") };
+        assert_ne!(desync.issued, desync.other_issued);
+    }
+}
+
+/// Waits, as for a GPU, until the job has failed.
+fn wait_for_the_end(comm: &dyn Comm) -> Result<(), CommError> {
+    for _ in 0..1000 {
+        comm.check()?;
+        thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
+#[test]
+fn whoever_ends_without_what_another_has_announced_ends_the_job() {
+    let table = one_group(2);
+    let result = World::run(2, WorldOptions::default(), |context| {
+        let comm = context.board_comm("", &table.for_rank(context.rank()), GroupKind::Tp);
+        if context.rank() == Rank(1) {
+            return Ok(());
+        }
+        comm.announce(elsewhere(8))?;
+        wait_for_the_end(&comm)
+    });
+    let errors = errors(result);
+    let CommError::Deadlock { blocked, ended } = &errors[&Rank(0)] else { panic!("{errors:?}") };
+    assert_eq!((blocked[0].rank, &blocked[0].missing), (Rank(0), &vec![Rank(1)]));
+    assert_eq!(*ended, [Rank(1)]);
+}
+
+#[test]
+fn an_announcement_that_is_too_late_is_found_by_whoever_looks() {
+    let table = one_group(2);
+    let options = WorldOptions { timeout: Duration::from_millis(50), ..WorldOptions::default() };
+    let result = World::run(2, options, |context| {
+        let comm = context.board_comm("", &table.for_rank(context.rank()), GroupKind::Tp);
+        if context.rank() == Rank(0) {
+            comm.announce(elsewhere(8))?;
+            thread::sleep(Duration::from_millis(100));
+            context.job().expire();
+        }
+        wait_for_the_end(&comm)
+    });
+    for error in all_errors(result, 2) {
+        let CommError::TimedOut { blocked, .. } = error else { panic!("{error}") };
+        assert_eq!((blocked[0].rank, &blocked[0].missing), (Rank(0), &vec![Rank(1)]));
+    }
 }
