@@ -203,6 +203,9 @@ impl DimPlacement {
     }
 
     /// Pads each rank's piece of each part in memory to a multiple of `multiple`, after the exact cuts.
+    ///
+    /// # Panics
+    /// If `multiple` is 0.
     pub fn aligned_to(self, multiple: u64) -> Self {
         let align = Some(NonZeroU64::new(multiple).expect("an alignment is at least 1"));
         DimPlacement::checked(DimFields { align, ..self.fields })

@@ -121,6 +121,9 @@ pub fn sum(x: &[f32]) -> f32 {
 }
 
 /// Σ a · b in the order of [`sum`].
+///
+/// # Panics
+/// If the lengths differ.
 #[inline(always)]
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len(), "vectors of a dot product");
@@ -179,6 +182,9 @@ pub fn sum_pairwise(terms: &mut [f32]) -> f32 {
 }
 
 /// 2ⁿ, for exponents of normal numbers.
+///
+/// # Panics
+/// If `n` is not in `-126..=127`.
 pub fn power_of_two(n: i32) -> f32 {
     assert!((-126..=127).contains(&n), "2^{n} is no normal number");
     f32::from_bits(((n + 127) as u32) << 23)

@@ -563,6 +563,9 @@ impl<'a> RankRun<'a> {
     ///
     /// # Errors
     /// The save's, if training cannot go on.
+    ///
+    /// # Panics
+    /// If the job saves nothing.
     pub fn save(&mut self, policy: &SavePolicy, last: bool) -> Result<(), RunError> {
         let header = self.header(policy)?;
         let saver = self.saver.as_ref().expect("a run with a policy has a saver");

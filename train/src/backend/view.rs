@@ -31,18 +31,27 @@ impl View {
     }
 
     /// Rows `[lo, hi)`.
+    ///
+    /// # Panics
+    /// If there are no such rows.
     pub fn row_range(self, lo: usize, hi: usize) -> Self {
         assert!(lo <= hi && hi <= self.rows, "rows {lo}..{hi} of {}", self.rows);
         View { offset: self.offset + lo * self.stride, rows: hi - lo, ..self }
     }
 
     /// Columns `[lo, hi)`.
+    ///
+    /// # Panics
+    /// If there are no such columns.
     pub fn col_range(self, lo: usize, hi: usize) -> Self {
         assert!(lo <= hi && hi <= self.cols, "columns {lo}..{hi} of {}", self.cols);
         View { offset: self.offset + lo, cols: hi - lo, ..self }
     }
 
     /// The same contiguous elements under another shape.
+    ///
+    /// # Panics
+    /// If rows have gaps, or the shape has another number of elements.
     pub fn reshaped(self, rows: usize, cols: usize) -> Self {
         assert!(self.is_contiguous(), "a strided view cannot be reshaped");
         assert_eq!(self.numel(), rows * cols, "{rows} × {cols} from {} × {}", self.rows, self.cols);

@@ -51,6 +51,9 @@ impl TokenWriter {
     ///
     /// # Errors
     /// If it cannot be written, or has more than 2³¹ − 1 tokens.
+    ///
+    /// # Panics
+    /// If a token is no id of the tokenizer.
     pub fn add_document(&mut self, tokens: impl IntoIterator<Item = u32>) -> io::Result<()> {
         let mut length = 0u64;
         for token in tokens {
