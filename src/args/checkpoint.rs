@@ -1,8 +1,9 @@
 //! Where a run saves, what it goes on from, and how.
 
 use super::flag::named;
+use ckpt::Checkpoint;
 use serde::{Deserialize, Serialize};
-use train::resume::RngPolicy;
+use train::resume::{Resume, RngPolicy, Selection};
 
 mesh::settings! {
     /// `[checkpoint]`
@@ -55,5 +56,32 @@ mesh::settings! {
         /// Settings that may differ from the checkpoint's, as the refusal names them
         #[arg(long, value_name = "FIELD", value_delimiter = ',')]
         pub(crate) allow_change: Option<Vec<String>>,
+    }
+}
+
+impl CheckpointArgs {
+    /// What is taken from a checkpoint.
+    pub(crate) fn selection(&self) -> Selection {
+        match self.finetune {
+            Some(true) => Selection::FINETUNE,
+            _ => Selection {
+                optimizer: self.no_load_optim != Some(true),
+                rng: self.no_load_rng != Some(true),
+                ..Selection::ALL
+            },
+        }
+    }
+
+    /// How a run goes on from `source`.
+    pub(crate) fn resume<'a>(&'a self, source: &'a Checkpoint) -> Resume<'a> {
+        Resume {
+            source,
+            selection: self.selection(),
+            allow_missing: self.allow_missing.as_deref().unwrap_or_default(),
+            allow_extra: self.allow_extra.as_deref().unwrap_or_default(),
+            rng_policy: self.rng_policy.unwrap_or_default(),
+            allow_change: self.allow_change.as_deref().unwrap_or_default(),
+            strict: self.strict == Some(true),
+        }
     }
 }

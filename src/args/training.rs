@@ -12,10 +12,12 @@ use mesh::{
 };
 use serde::{Deserialize, Serialize};
 use std::num::NonZeroU32;
+use std::time::Duration;
 use train::config::{
     Canonical, EpochTail, LossAverage, ModelConfig, Numerics, OptimizerConfig, Precision, TrainConfig,
 };
 use train::evaluate::Evaluation;
+use train::run::Job;
 
 mesh::settings! {
     /// `[training]`; the file has `seq_length` and the batch sizes here, too.
@@ -254,6 +256,12 @@ impl TrainingArgs {
             eval_micro_batch_size: evaluation.map(|evaluation| evaluation.parallel.micro_batch_size()),
             ..TrainingArgs::default()
         }
+    }
+
+    /// How long ranks wait for one that is busy.
+    pub(crate) fn timeout(&self) -> Duration {
+        let minutes = self.distributed_timeout_minutes;
+        minutes.map_or(Job::TIMEOUT, |minutes| Duration::from_secs(60 * u64::from(minutes.get())))
     }
 
     /// Takes out of `weaker` what is said here in other words: a length in steps, in samples or as a part, and what fast

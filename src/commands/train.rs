@@ -3,7 +3,7 @@
 mod launcher;
 mod progress;
 
-use crate::args::{CheckpointArgs, DeviceArg, RanksAs, RunArgs, Said, TrainArgs, TrainingArgs, resolve};
+use crate::args::{DeviceArg, RanksAs, RunArgs, Said, TrainArgs, TrainingArgs, resolve};
 use crate::device;
 use crate::memory;
 use crate::output::{Output, complain, count};
@@ -18,11 +18,10 @@ use signal_hook::flag;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Duration;
 use train::comm::CommError;
 use train::comm::processes::Launch;
 use train::data::{Blend, Parts, Tokenizer};
-use train::resume::{self, Resume, SavedRun, Selection};
+use train::resume::{self, SavedRun};
 use train::run::{Event, Job, RunEnd, RunName, SavePolicy, Trainable};
 
 /// Flags of `remesh train`.
@@ -58,7 +57,7 @@ pub(crate) fn run(command: TrainCommand, output: &Output) -> anyhow::Result<Exit
     let said = prepare(command, None, output)?;
     let num_ranks = said.parallel.layout().world_size();
     if num_ranks > 1 && ranks_as(&said.args.training) == RanksAs::Processes {
-        return launcher::run(num_ranks, timeout(&said.args.training), &signals);
+        return launcher::run(num_ranks, said.args.training.timeout(), &signals);
     }
     let mut damaged = Vec::new();
     loop {
@@ -98,12 +97,6 @@ fn ranks_as(args: &TrainingArgs) -> RanksAs {
         Some(DeviceArg::Cuda) => RanksAs::Processes,
         Some(DeviceArg::Cpu) | None => RanksAs::Threads,
     })
-}
-
-/// How long ranks wait for each other.
-fn timeout(args: &TrainingArgs) -> Duration {
-    let minutes = args.distributed_timeout_minutes;
-    minutes.map_or(Job::TIMEOUT, |minutes| Duration::from_secs(60 * u64::from(minutes.get())))
 }
 
 fn prepare(command: TrainCommand, launch: Option<&Launch>, output: &Output) -> anyhow::Result<Prepared> {
@@ -158,8 +151,7 @@ fn train_from(
     output: &Output,
 ) -> anyhow::Result<RunEnd> {
     let args = &said.args.checkpoint;
-    let selection = selection(args);
-    let continued = start.checkpoint.as_ref().filter(|_| selection.counters);
+    let continued = start.checkpoint.as_ref().filter(|_| args.selection().counters);
     let saved = continued.map(|checkpoint| SavedRun::of(checkpoint.commit())).transpose()?;
     let config = resolve::config(
         &said.args,
@@ -169,16 +161,7 @@ fn train_from(
     )?;
     let device = said.args.training.device.unwrap_or_default();
     memory::check(&config, device)?;
-    let none = Vec::new();
-    let resume = start.checkpoint.as_ref().map(|checkpoint| Resume {
-        source: checkpoint,
-        selection,
-        allow_missing: args.allow_missing.as_ref().unwrap_or(&none),
-        allow_extra: args.allow_extra.as_ref().unwrap_or(&none),
-        rng_policy: args.rng_policy.unwrap_or_default(),
-        allow_change: args.allow_change.as_ref().unwrap_or(&none),
-        strict: args.strict == Some(true),
-    });
+    let resume = start.checkpoint.as_ref().map(|checkpoint| args.resume(checkpoint));
     let mut run = Trainable::new(&config, &said.tokens, resume)?;
     match &said.validation {
         Some(validation) => run = run.evaluated_on(validation)?,
@@ -228,7 +211,7 @@ fn train_from(
             writer: name.clone(),
             now,
         }),
-        timeout: timeout(&said.args.training),
+        timeout: said.args.training.timeout(),
         stop: &signals.stop,
         observer: &|event| {
             if let Event::Resumed(_) = event {
@@ -258,17 +241,6 @@ fn check_changes(fields: &[String]) -> Result<(), Refusal> {
             Err(Refusal::new("RM6003", message, format!("these may: {}", resume::CHANGEABLE.join(", "))))
         }
         None => Ok(()),
-    }
-}
-
-fn selection(args: &CheckpointArgs) -> Selection {
-    if args.finetune == Some(true) {
-        return Selection::FINETUNE;
-    }
-    Selection {
-        optimizer: args.no_load_optim != Some(true),
-        rng: args.no_load_rng != Some(true),
-        ..Selection::ALL
     }
 }
 
