@@ -1,6 +1,7 @@
 //! A run: resume, step, log, save, stop. Ranks are threads of this process, or processes of their own.
 //!
 //! What happens is told to an observer as values; nothing here prints, and no file but the token file is opened here.
+//! An *iteration* is what checkpoints count: a step that was made, or skipped, or whose batch was passed over.
 
 mod trainable;
 
