@@ -16,6 +16,7 @@ mod open;
 mod plan;
 mod publish;
 mod read;
+mod retention;
 mod saver;
 mod scatter;
 mod source;
@@ -40,6 +41,7 @@ pub use plan::{
     SavePlan, SavePlanError, Strictness, own_shards, plan_load, plan_save,
 };
 pub use publish::DestinationError;
+pub use retention::{Cleared, Retention};
 pub use saver::{Exchange, Failure, Readers, SaveError, SaveReport, Saver, Snapshot};
 pub use scatter::{BoxIn, copy_box};
 pub use source::{LoadError, ReadReport, Sink, StateSource};

@@ -7,8 +7,9 @@ use crate::manifest::{
     COMMIT_NAME, Commit, CommitFault, FileEntry, TableFault, TableFile, TablesError, VERSION, parse_commit,
     read_tables,
 };
-use crate::store::{IoClass, Store, StoreError};
+use crate::store::{IoClass, Lock, Store, StoreError};
 use std::fmt;
+use std::sync::Arc;
 
 /// A whole checkpoint: committed, sealed, with all its files at their sizes and tables that were proved to describe
 /// every element once. Its data is checked as it is read.
@@ -18,6 +19,8 @@ pub struct Checkpoint {
     folder: String,
     commit: Commit,
     catalog: Catalog,
+    /// Keeps it from being removed while this lives, on local disk.
+    _lock: Arc<Lock>,
 }
 
 /// Why a checkpoint cannot be opened.
@@ -32,6 +35,8 @@ pub enum OpenError {
     NoneWhole { root: String, passed_over: Vec<PassedOver> },
     #[error("step {step} is incomplete: `{folder}` has no {COMMIT_NAME}")]
     NoCommit { step: u64, folder: String },
+    #[error("step {step} was set aside: its commit is `{object}` now")]
+    SetAside { step: u64, object: String },
     #[error("step {step} is incomplete: {}", files_text(.files))]
     Files { step: u64, files: Vec<WrongFile> },
     #[error("`{object}` is not whole")]
@@ -122,6 +127,7 @@ impl OpenError {
             | OpenError::Version { .. }
             | OpenError::Linked { .. } => false,
             OpenError::NoCommit { .. }
+            | OpenError::SetAside { .. }
             | OpenError::Files { .. }
             | OpenError::Commit { .. }
             | OpenError::Iteration { .. }
@@ -139,6 +145,7 @@ impl OpenError {
         match self {
             OpenError::NoStep { .. } | OpenError::NoCheckpoint { .. } => "RM4012",
             OpenError::NoCommit { .. } | OpenError::Files { .. } => "RM4020",
+            OpenError::SetAside { .. } => "RM4025",
             OpenError::Version { .. } => "RM4022",
             OpenError::Commit { .. }
             | OpenError::Iteration { .. }
@@ -163,6 +170,9 @@ impl OpenError {
             }
             OpenError::Version { .. } => {
                 "it was saved by a newer program; update this one, or name an older step".to_owned()
+            }
+            OpenError::SetAside { .. } => {
+                format!("to take it back, rename that file to {COMMIT_NAME} while no run saves there")
             }
             OpenError::Linked { .. } => "copy the file itself into the checkpoint's folder".to_owned(),
             OpenError::Store(error) => error.help(),
@@ -216,7 +226,12 @@ pub(crate) fn chain_text(error: &dyn std::error::Error) -> String {
 impl PassedOver {
     /// Whether it was a checkpoint once, and no save that did not come to its end.
     pub fn was_committed(&self) -> bool {
-        !matches!(self.why, OpenError::NoCommit { .. })
+        !matches!(self.why, OpenError::NoCommit { .. } | OpenError::SetAside { .. })
+    }
+
+    /// Whether somebody put it aside who wanted no checkpoint there any more.
+    pub fn was_set_aside(&self) -> bool {
+        matches!(self.why, OpenError::SetAside { .. })
     }
 }
 
@@ -237,6 +252,11 @@ impl Latest {
 /// The name of a step's folder.
 pub(crate) fn folder_of(step: u64) -> String {
     format!("iter_{step:07}")
+}
+
+/// The path of a step's `checkpoint.json`.
+pub(crate) fn commit_path(step: u64) -> String {
+    format!("{}/{COMMIT_NAME}", folder_of(step))
 }
 
 fn step_of(folder: &str) -> Option<u64> {
@@ -342,12 +362,15 @@ impl Store {
 
 /// Reads, checks and parses the commit of `step`.
 pub(crate) fn read_commit(store: &Store, step: u64) -> Result<Commit, OpenError> {
-    let folder = folder_of(step);
-    let path = format!("{folder}/{COMMIT_NAME}");
+    let path = commit_path(step);
     let text = match store.get(&path) {
         Ok(text) => text,
         Err(error) if error.is_not_found() => {
-            return Err(OpenError::NoCommit { step, folder: store.full_name(&folder) });
+            let folder = store.full_name(&folder_of(step));
+            return Err(match set_aside(store, step) {
+                Some(name) => OpenError::SetAside { step, object: format!("{folder}/{name}") },
+                None => OpenError::NoCommit { step, folder },
+            });
         }
         Err(error) if error.class() == IoClass::WrongKind => {
             return Err(OpenError::NotAFile { object: store.full_name(&path) });
@@ -366,6 +389,14 @@ pub(crate) fn read_commit(store: &Store, step: u64) -> Result<Commit, OpenError>
     Ok(commit)
 }
 
+/// The name of the last commit of a step that was set aside.
+fn set_aside(store: &Store, step: u64) -> Option<String> {
+    let prefix = format!("{COMMIT_NAME}.superseded-");
+    // What cannot be listed hides nothing but this.
+    let names = store.list(&folder_of(step)).unwrap_or_default().into_keys();
+    names.filter(|name| name.starts_with(&prefix)).max()
+}
+
 /// Compares the files of a checkpoint with what lies in its folder.
 pub(crate) fn check_files(store: &Store, step: u64, files: &[FileEntry]) -> Result<(), OpenError> {
     let folder = folder_of(step);
@@ -382,7 +413,9 @@ pub(crate) fn check_files(store: &Store, step: u64, files: &[FileEntry]) -> Resu
 }
 
 impl Checkpoint {
-    fn open(store: &Store, step: u64) -> Result<Checkpoint, OpenError> {
+    pub(crate) fn open(store: &Store, step: u64) -> Result<Checkpoint, OpenError> {
+        // First: what is locked is not removed any more.
+        let lock = Arc::new(store.lock_shared(&commit_path(step)));
         let commit = read_commit(store, step)?;
         check_files(store, step, &commit.files)?;
         let folder = folder_of(step);
@@ -407,7 +440,7 @@ impl Checkpoint {
         if found != expected {
             return Err(OpenError::Fingerprint { step, expected, found });
         }
-        Ok(Checkpoint { store: store.clone(), folder, commit, catalog })
+        Ok(Checkpoint { store: store.clone(), folder, commit, catalog, _lock: lock })
     }
 
     /// Where it lies.

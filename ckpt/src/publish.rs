@@ -4,10 +4,9 @@
 use crate::catalog::Catalog;
 use crate::encode::crc64;
 use crate::manifest::{
-    COMMIT_NAME, Commit, FORMAT, FileEntry, Header, RunName, VERSION, Writer, encode_chunks, encode_tensors,
-    seal_commit,
+    Commit, FORMAT, FileEntry, Header, RunName, VERSION, Writer, encode_chunks, encode_tensors, seal_commit,
 };
-use crate::open::{OpenError, check_files, folder_of, read_commit};
+use crate::open::{OpenError, check_files, commit_path, folder_of, read_commit};
 use crate::store::{Store, StoreError};
 use crate::write::remove_files;
 
@@ -99,7 +98,7 @@ fn commit_of(header: Header, attempt: &str, catalog: &Catalog, files: Vec<FileEn
 /// cannot be judged stays.
 fn create_commit(store: &Store, commit: &Commit, replaces: bool) -> Result<(), PublishError> {
     let step = commit.iteration;
-    let path = format!("{}/{COMMIT_NAME}", folder_of(step));
+    let path = commit_path(step);
     let text = seal_commit(commit);
     let is_ours = |found: &Commit| found.writer.attempt == commit.writer.attempt;
     loop {
@@ -125,7 +124,7 @@ fn create_commit(store: &Store, commit: &Commit, replaces: bool) -> Result<(), P
         } else {
             // It failed, but it may be there: not durable, or the answer got lost. What may be visible keeps its files.
             return Err(match found {
-                Err(OpenError::NoCommit { .. }) => error.into(),
+                Err(OpenError::NoCommit { .. } | OpenError::SetAside { .. }) => error.into(),
                 Ok(found) if !is_ours(&found) => error.into(),
                 Ok(_) if store.delete(&path).is_ok() => error.into(),
                 _ => PublishError::Unknown { step, source: error },
@@ -136,14 +135,14 @@ fn create_commit(store: &Store, commit: &Commit, replaces: bool) -> Result<(), P
 
 /// Renames the commit of a step to `checkpoint.json.superseded-<run>`, with a number behind it if that name is taken.
 fn set_commit_aside(store: &Store, step: u64, run: &str) -> Result<(), StoreError> {
-    let folder = folder_of(step);
+    let path = commit_path(step);
     let run: String =
         run.chars().map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' }).collect();
-    let mut name = format!("{folder}/{COMMIT_NAME}.superseded-{run}");
+    let mut name = format!("{path}.superseded-{run}");
     for number in 2.. {
-        match store.rename(&format!("{folder}/{COMMIT_NAME}"), &name) {
+        match store.rename(&path, &name) {
             Err(error) if error.is_already_there() => {
-                name = format!("{folder}/{COMMIT_NAME}.superseded-{run}-{number}");
+                name = format!("{path}.superseded-{run}-{number}");
             }
             renamed => return renamed,
         }

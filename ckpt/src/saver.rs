@@ -3,10 +3,11 @@
 use crate::catalog::{Catalog, CatalogFault, StoredChunk, StoredObject, StoredTensor};
 use crate::encode::Codec;
 use crate::fingerprint::Fingerprint;
-use crate::manifest::{FileEntry, Header, Writer};
-use crate::open::{chain_text, folder_of, read_commit};
+use crate::manifest::{Commit, FileEntry, Header, Writer};
+use crate::open::{Checkpoint, chain_text, folder_of};
 use crate::plan::{SavePlan, SavePlanError, plan_save};
 use crate::publish::{PublishError, publish};
+use crate::retention::{Cleared, Retention};
 use crate::statistics::Moments;
 use crate::store::Store;
 use crate::write::{ReadState, WriteError, Written, remove_files, write_packs};
@@ -38,6 +39,8 @@ pub struct Saver {
     damaged: Vec<u64>,
     /// The newest step that is this run's own, where nobody else may save.
     newest_own: Cell<Option<u64>>,
+    /// Which older checkpoints stay; all, if there is none.
+    retention: Option<Retention>,
 }
 
 /// The state at one instant, as one rank sees it.
@@ -69,6 +72,8 @@ pub struct SaveReport {
     pub raw_bytes: u64,
     /// Bytes of all files but the commit.
     pub file_bytes: u64,
+    /// What became of older checkpoints; why nothing was removed, if that failed.
+    pub cleared: Result<Cleared, String>,
 }
 
 /// Why nothing was saved; equal on all ranks, apart from `Exchange`.
@@ -242,7 +247,7 @@ struct Proposal {
 impl Saver {
     /// For one rank of a model whose ranks talk through `exchange`.
     pub fn new(store: Store, exchange: Exchange) -> Saver {
-        Saver { store, exchange, damaged: Vec::new(), newest_own: Cell::new(None) }
+        Saver { store, exchange, damaged: Vec::new(), newest_own: Cell::new(None), retention: None }
     }
 
     /// Sets the commits of these steps aside when their turn to be saved comes: damage was found in them while they were
@@ -255,6 +260,11 @@ impl Saver {
     /// ends the next save.
     pub fn going_on_from(self, step: u64) -> Saver {
         Saver { newest_own: Cell::new(Some(step)), ..self }
+    }
+
+    /// Removes older checkpoints after each save, but for those that `retention` keeps.
+    pub fn clearing(self, retention: Option<Retention>) -> Saver {
+        Saver { retention, ..self }
     }
 
     /// Where it saves.
@@ -311,15 +321,14 @@ impl Saver {
         })
     }
 
-    /// That no other run has committed a step after the newest of this one. What is damaged is in nobody's way.
+    /// That no other run has a whole step after the newest of this one. What is not whole is in nobody's way.
     fn check_alone(&self, header: &Header) -> Result<(), Fault> {
         let Some(own) = self.newest_own.get() else { return Ok(()) };
         let steps = self.store.steps().map_err(PublishError::from)?;
         for step in steps.into_iter().filter(|step| *step > own && !self.damaged.contains(step)) {
-            match read_commit(&self.store, step) {
-                Ok(commit) if commit.writer.run != header.writer.run => {
-                    let (owner, created) = (Box::new(commit.writer), commit.created);
-                    return Err(Fault::AnotherRun { step, own, owner, created });
+            match Checkpoint::open(&self.store, step).map(|found| found.commit().clone()) {
+                Ok(Commit { writer, created, .. }) if writer.run != header.writer.run => {
+                    return Err(Fault::AnotherRun { step, own, owner: Box::new(writer), created });
                 }
                 Ok(_) => {}
                 Err(error) if error.is_damage() => {}
@@ -366,6 +375,12 @@ impl Saver {
             num_chunks: plan.chunks.len(),
             raw_bytes: plan.chunks.iter().map(|chunk| chunk.raw_bytes).sum(),
             file_bytes: commit.files.iter().map(|file| file.bytes).sum(),
+            cleared: match &self.retention {
+                Some(retention) => {
+                    self.store.clear(commit.iteration, retention).map_err(|error| chain_text(&error))
+                }
+                None => Ok(Cleared::default()),
+            },
         })
     }
 }

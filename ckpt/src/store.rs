@@ -17,6 +17,7 @@ use object_store::{
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt;
+use std::fs::{File, TryLockError};
 use std::io;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -270,6 +271,27 @@ impl Store {
         let _ = below_root.try_for_each(|folder| std::fs::remove_dir(root.join(folder)));
     }
 
+    /// Says that somebody reads what belongs to this file. Waits for one who has it alone, who is about to remove it.
+    pub(crate) fn lock_shared(&self, path: &str) -> Lock {
+        Lock { _file: self.local_file(path).filter(|file| file.lock_shared().is_ok()) }
+    }
+
+    /// The same for one who removes it; `None` if somebody reads it.
+    pub(crate) fn lock_alone(&self, path: &str) -> Option<Lock> {
+        let file = self.local_file(path);
+        match file.as_ref().map(File::try_lock) {
+            Some(Err(TryLockError::WouldBlock)) => None,
+            _ => Some(Lock { _file: file }),
+        }
+    }
+
+    fn local_file(&self, path: &str) -> Option<File> {
+        let path = self.local.as_ref()?.join(path);
+        // To open a pipe would wait for somebody who writes.
+        std::fs::metadata(&path).ok().filter(std::fs::Metadata::is_file)?;
+        File::open(path).ok()
+    }
+
     /// Renames an object; an object with the new name is left alone and is an error.
     pub(crate) fn rename(&self, from: &str, to: &str) -> Result<(), StoreError> {
         let options = RenameOptions::new().with_target_mode(RenameTargetMode::Create);
@@ -288,6 +310,12 @@ impl Store {
             std::fs::symlink_metadata(&at).is_ok_and(|found| found.is_symlink())
         })
     }
+}
+
+/// A lock on a file for as long as it lives; where files cannot be locked, or there is none, nothing.
+#[derive(Debug)]
+pub(crate) struct Lock {
+    _file: Option<File>,
 }
 
 /// Something directly under the root.

@@ -5,4 +5,4 @@ mod faulty;
 mod state;
 
 pub use faulty::{FaultyStore, Trouble};
-pub use state::{RankMemory, Ranks, header, label_bytes, load, save};
+pub use state::{RankMemory, Ranks, header, label_bytes, load, save, save_through};

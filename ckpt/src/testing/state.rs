@@ -171,12 +171,26 @@ pub fn save(
     exchange: Exchange,
     memory: &RankMemory,
 ) -> Result<SaveReport, SaveError> {
+    save_through(&Saver::new(store.clone(), exchange), header, table, groups, memory)
+}
+
+/// The same through a saver of the caller's.
+///
+/// # Errors
+/// As [`Saver::save`].
+pub fn save_through(
+    saver: &Saver,
+    header: Header,
+    table: &StateTable,
+    groups: &ProcessGroups,
+    memory: &RankMemory,
+) -> Result<SaveReport, SaveError> {
     let mut read =
         |entry: usize, local: &Region, bytes: &mut [u8]| -> Result<(), Box<dyn Error + Send + Sync>> {
             memory.read(table, entry, local, bytes);
             Ok(())
         };
-    Saver::new(store.clone(), exchange).save(Snapshot { header, table, groups, read: &mut read })
+    saver.save(Snapshot { header, table, groups, read: &mut read })
 }
 
 /// Fills the memory of one rank from a checkpoint.

@@ -6,6 +6,7 @@ mod files;
 mod keys;
 mod kill;
 mod plans;
+mod retention;
 mod round_trip;
 mod safetensors;
 mod support;
