@@ -96,6 +96,10 @@ impl RunArgs {
         }
         let file = self.config.as_deref().map(file::read).transpose()?.unwrap_or_default();
         let said = Said::merge(vec![(Source::CommandLine, self.args), (Source::ConfigFile, file)]);
+        let other_defaults = self.megatron.other_defaults(said.args());
+        if !other_defaults.is_empty() && said.args().checkpoint.use_checkpoint_args != Some(true) {
+            output.note(format!("not as by Megatron's defaults, which are {}", other_defaults.join(" ")));
+        }
         if said.args().checkpoint.use_checkpoint_args != Some(true) {
             return Ok(said);
         }

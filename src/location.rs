@@ -76,7 +76,7 @@ pub(crate) fn newest(
             return latest.require(store).map(Some);
         }
     }
-    latest.passed_over.iter().for_each(complain);
+    latest.passed_over.iter().filter(|step| !step.was_set_aside()).for_each(complain);
     Ok(latest.checkpoint)
 }
 

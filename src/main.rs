@@ -1,4 +1,5 @@
-//! The command line: `remesh train | config | data | inspect | ls | plan | verify | digest | doctor | demo | explain`.
+//! The command line: `remesh train | config | data | inspect | ls | plan | verify | digest | diff | doctor | env | demo | explain |
+//! completions | man`.
 //!
 //! A command's result goes to stdout, everything else to stderr; the exit codes are listed in `docs/cli.md`.
 
@@ -12,9 +13,11 @@ mod memory;
 mod metrics;
 mod output;
 mod report;
+mod slabs;
 mod start;
 
-use clap::{Parser, Subcommand};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{CommandFactory, Parser, Subcommand};
 use output::{OutputArgs, complain};
 use std::ffi::OsString;
 use std::io::IsTerminal;
@@ -55,12 +58,20 @@ enum Command {
     Verify(commands::verify::VerifyArgs),
     /// Print the SHA-256 of every whole tensor of model and optimizer, the same under every layout
     Digest(commands::digest::DigestArgs),
+    /// Say what two checkpoints have in common, under whatever layouts; exit code 1 if tensors differ
+    Diff(commands::diff::DiffArgs),
     /// Say which GPUs and libraries of CUDA are found, and what a missing one disables
     Doctor,
+    /// Print program, machine and libraries, to paste into a report
+    Env,
     /// Train a small model, resume it under three other layouts, and compare every loss
     Demo(commands::demo::DemoArgs),
     /// Say what an error's code means
     Explain(commands::explain::ExplainArgs),
+    /// Print a script that completes commands and flags in a shell
+    Completions(commands::completions::CompletionsArgs),
+    /// Print a page of the manual, or write all of them
+    Man(commands::completions::ManArgs),
 }
 
 #[derive(Debug, Subcommand)]
@@ -102,7 +113,34 @@ fn parse(args: impl Iterator<Item = OsString>) -> Result<Cli, clap::Error> {
             _ => said.push(arg),
         }
     }
-    Cli::try_parse_from(said)
+    Cli::try_parse_from(&said).map_err(|error| with_all_unknown(error, said))
+}
+
+/// The error, with all further arguments that are not known: a long script is mended in one go.
+fn with_all_unknown(error: clap::Error, mut said: Vec<OsString>) -> clap::Error {
+    let unknown = |error: &clap::Error| match error.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(arg)) if error.kind() == ErrorKind::UnknownArgument => Some(arg.clone()),
+        _ => None,
+    };
+    let mut flags: Vec<String> = Vec::new();
+    let mut next = unknown(&error);
+    while let Some(arg) = next.take() {
+        let is_it = |said: &OsString| said.to_str().is_some_and(|said| said.split('=').next() == Some(&arg));
+        let Some(at) = said.iter().position(is_it) else { break };
+        said.remove(at);
+        // What follows an unknown flag may be its value.
+        if arg.starts_with('-') {
+            flags.push(arg);
+        }
+        next = Cli::try_parse_from(&said).err().as_ref().and_then(unknown);
+    }
+    match &flags[..] {
+        [] | [_] => error,
+        flags => Cli::command().error(
+            ErrorKind::UnknownArgument,
+            format!("these flags are not known: {}\n\nFor more information, try '--help'.", flags.join(" ")),
+        ),
+    }
 }
 
 fn execute(cli: Cli) -> anyhow::Result<ExitCode> {
@@ -116,9 +154,13 @@ fn execute(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Ls(args) => commands::ls::run(&args, &output),
         Command::Verify(args) => commands::verify::run(&args, &output),
         Command::Digest(args) => commands::digest::run(&args, &output),
+        Command::Diff(args) => commands::diff::run(&args, &output),
         Command::Doctor => commands::doctor::run(&output),
+        Command::Env => commands::env::run(&output),
         Command::Demo(args) => commands::demo::run(&args, &output),
         Command::Explain(args) => commands::explain::run(&args, &output),
+        Command::Completions(args) => commands::completions::completions::<Cli>(&args),
+        Command::Man(args) => commands::completions::man::<Cli>(&args),
     }
 }
 

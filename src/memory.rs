@@ -15,7 +15,7 @@ pub(crate) fn check(config: &TrainConfig, device: DeviceArg) -> Result<(), Confi
 }
 
 /// Bytes that the machine, or the container that this process runs in, has; `None` where the system does not tell.
-fn of_this_process() -> Option<u64> {
+pub(crate) fn of_this_process() -> Option<u64> {
     let machine = std::fs::read_to_string("/proc/meminfo").ok()?;
     let total = machine.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
     let total = total.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.saturating_mul(1024);

@@ -1,4 +1,5 @@
-//! `metrics.jsonl`: one object a step, and one an evaluation, appended, never rewritten. The last line of a step counts.
+//! `metrics.jsonl`: one object a step, and one an evaluation, appended, never rewritten. Of a run the last line of a step counts; a
+//! run that went back has lines of its own for the steps that it made anew.
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
@@ -14,6 +15,9 @@ pub(crate) const FILE_NAME: &str = "metrics.jsonl";
 /// One line. Numbers have all their digits, so that equal text is equal bits.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Metrics {
+    /// The run, as in the commits of its checkpoints. Empty in lines of old.
+    #[serde(default)]
+    pub(crate) run: String,
     /// Optimizer iterations done, this one included.
     pub(crate) step: u64,
     /// Null if it was not finite.
@@ -26,8 +30,10 @@ pub(crate) struct Metrics {
 }
 
 /// The line of an evaluation.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct EvalMetrics {
+    /// The run, as in the lines of its steps.
+    pub(crate) run: String,
     /// Optimizer iterations done.
     pub(crate) step: u64,
     /// Null if it was not finite.
@@ -36,10 +42,12 @@ pub(crate) struct EvalMetrics {
     pub(crate) eval_samples: u64,
 }
 
-impl From<&Step> for Metrics {
-    fn from(step: &Step) -> Self {
+impl Metrics {
+    /// The line of a step of `run`.
+    pub(crate) fn new(run: &str, step: &Step) -> Self {
         let finite = |value: f64| Some(value).filter(|value| value.is_finite());
         Metrics {
+            run: run.to_owned(),
             step: step.iteration,
             loss: finite(step.outcome.loss),
             lr: step.lr,
@@ -91,12 +99,12 @@ impl MetricsFile {
     }
 }
 
-/// The last line of `step` in the file in `folder`; `None` if there is none, or no such file. The file is read from its end, a
+/// The last line that `run`, or else any run, has for `step` in the file in `folder`; `None` if there is none, or no such file. The file is read from its end, a
 /// block at a time, however long it is. What is no line of metrics, such as one that a crash left unfinished, is left out.
 ///
 /// # Errors
 /// If the file is there and cannot be read.
-pub(crate) fn last_of(folder: &Path, step: u64) -> anyhow::Result<Option<Metrics>> {
+pub(crate) fn last_of(folder: &Path, run: Option<&str>, step: u64) -> anyhow::Result<Option<Metrics>> {
     let path = folder.join(FILE_NAME);
     let reading = || format!("reading `{}`", path.display());
     match std::fs::metadata(&path) {
@@ -110,13 +118,13 @@ pub(crate) fn last_of(folder: &Path, step: u64) -> anyhow::Result<Option<Metrics
         _ => {}
     }
     let file = File::open(&path).with_context(reading)?;
-    find_from_end(&file, BLOCK_BYTES, step).with_context(reading)
+    find_from_end(&file, BLOCK_BYTES, run, step).with_context(reading)
 }
 
 /// Bytes that are read at a time; a line is far shorter.
 const BLOCK_BYTES: u64 = 64 << 10;
 
-fn find_from_end(file: &File, block_bytes: u64, step: u64) -> io::Result<Option<Metrics>> {
+fn find_from_end(file: &File, block_bytes: u64, run: Option<&str>, step: u64) -> io::Result<Option<Metrics>> {
     let mut end = file.metadata()?.len();
     // Of the line whose beginning lies in the block before.
     let mut rest = Vec::new();
@@ -128,7 +136,9 @@ fn find_from_end(file: &File, block_bytes: u64, step: u64) -> io::Result<Option<
         let mut lines: Vec<&[u8]> = block.split(|byte| *byte == b'\n').collect();
         let first = if start > 0 { lines.remove(0) } else { &[] };
         let metrics = lines.iter().rev().filter_map(|line| serde_json::from_slice::<Metrics>(line).ok());
-        if let Some(found) = metrics.into_iter().find(|line| line.step == step) {
+        if let Some(found) =
+            metrics.into_iter().find(|line| line.step == step && run.is_none_or(|run| line.run == run))
+        {
             return Ok(Some(found));
         }
         // What is longer than a block is no line of metrics.
@@ -146,6 +156,7 @@ mod tests {
     fn every_bit_of_a_loss_comes_back_and_a_torn_line_hides_no_other() {
         let folder = tempfile::tempdir().unwrap();
         let line = |step, loss| Metrics {
+            run: "run".to_owned(),
             step,
             loss,
             lr: 0.1 + 0.2,
@@ -153,6 +164,7 @@ mod tests {
             tokens_per_second: 1.5,
             consumed_samples: 8,
         };
+        let last_of = |folder: &Path, step| last_of(folder, Some("run"), step);
         assert_eq!(last_of(folder.path(), 1).unwrap(), None);
         let first = line(1, Some(f64::from_bits(0x4015_f8a0_b3c1_d2e7)));
         MetricsFile::append_to(folder.path()).unwrap().append(&first).unwrap();
@@ -163,13 +175,24 @@ mod tests {
         assert_eq!(last_of(folder.path(), 1).unwrap(), Some(first.clone()));
         assert_eq!(last_of(folder.path(), 2).unwrap(), Some(second.clone()));
         assert_eq!(last_of(folder.path(), 3).unwrap(), None);
+        // Another run's lines are not this one's.
+        let other = Metrics { run: "other".to_owned(), ..line(1, Some(5.0)) };
+        MetricsFile::append_to(folder.path()).unwrap().append(&other).unwrap();
         // The last line of a step counts, wherever the borders of blocks lie.
         let again = line(1, Some(4.0));
         MetricsFile::append_to(folder.path()).unwrap().append(&again).unwrap();
         let file = File::open(&path).unwrap();
-        for block_bytes in 200..400 {
-            assert_eq!(find_from_end(&file, block_bytes, 1).unwrap(), Some(again.clone()), "{block_bytes}");
-            assert_eq!(find_from_end(&file, block_bytes, 2).unwrap(), Some(second.clone()), "{block_bytes}");
+        for block_bytes in 300..500 {
+            assert_eq!(
+                find_from_end(&file, block_bytes, Some("run"), 1).unwrap(),
+                Some(again.clone()),
+                "{block_bytes}"
+            );
+            assert_eq!(
+                find_from_end(&file, block_bytes, None, 2).unwrap(),
+                Some(second.clone()),
+                "{block_bytes}"
+            );
         }
     }
 }

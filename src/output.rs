@@ -119,6 +119,12 @@ pub(crate) fn count(number: impl Into<u64>, thing: &str) -> String {
     }
 }
 
+/// `step 4`, `steps 4, 6`.
+pub(crate) fn step_list(steps: &[u64]) -> String {
+    let numbers: Vec<String> = steps.iter().map(u64::to_string).collect();
+    format!("step{} {}", if steps.len() == 1 { "" } else { "s" }, numbers.join(", "))
+}
+
 /// `1.5 GiB`, `0 B`.
 pub(crate) fn human_bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];

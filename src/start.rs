@@ -28,8 +28,18 @@ pub(crate) fn find(args: &CheckpointArgs, below: Option<u64>) -> anyhow::Result<
         Some(load) => load.parse::<Location>().unwrap_or_else(|never| match never {}),
         None => Location { run: args.save.clone().unwrap_or_default(), step: None },
     };
+    if let (Some(flag), Some(step)) = (args.ckpt_step, location.step)
+        && flag != step
+    {
+        let message =
+            format!("`--ckpt-step {flag}` and `--load {}` name two steps", load.unwrap_or_default());
+        return Err(Refusal::new("RM6003", message, "leave one of them out").into());
+    }
     let step = args.ckpt_step.or(location.step);
-    let must_exist = load.is_some() || step.is_some() || args.exit_on_missing_checkpoint == Some(true);
+    let must_exist = load.is_some()
+        || step.is_some()
+        || args.exit_on_missing_checkpoint == Some(true)
+        || args.finetune == Some(true);
     let is_in_save = is_save(&location.run);
     let start = |checkpoint| Start { checkpoint, is_latest: step.is_none(), is_in_save };
     if load.is_none() && args.save.is_none() {

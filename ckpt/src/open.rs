@@ -55,7 +55,9 @@ pub enum OpenError {
     Fingerprint { step: u64, expected: Fingerprint, found: Fingerprint },
     #[error("`{object}` is no file")]
     NotAFile { object: String },
-    #[error("`{object}` is a symbolic link; files of a checkpoint must lie in its folder")]
+    #[error(
+        "`{object}` is a symbolic link, or in a folder that is one; a checkpoint's files must lie in its own folder"
+    )]
     Linked { object: String },
     #[error(transparent)]
     Store(#[from] StoreError),
@@ -174,7 +176,7 @@ impl OpenError {
             OpenError::SetAside { .. } => {
                 format!("to take it back, rename that file to {COMMIT_NAME} while no run saves there")
             }
-            OpenError::Linked { .. } => "copy the file itself into the checkpoint's folder".to_owned(),
+            OpenError::Linked { .. } => "copy the files themselves into a folder of the run".to_owned(),
             OpenError::Store(error) => error.help(),
             _ => "use `@latest`, which takes the newest whole step; `remesh verify` lists what is lost"
                 .to_owned(),
@@ -249,6 +251,9 @@ impl Latest {
     }
 }
 
+/// A `checkpoint.json` that is longer is none: one of 100,000 files has some 10 MB.
+const COMMIT_BYTES_MAX: u64 = 256 << 20;
+
 /// The name of a step's folder.
 pub(crate) fn folder_of(step: u64) -> String {
     format!("iter_{step:07}")
@@ -313,15 +318,18 @@ impl Store {
     /// # Errors
     /// If there is none, or it is not whole.
     pub fn checkpoint(&self, step: u64) -> Result<Checkpoint, OpenError> {
-        let steps = self.steps()?;
-        if !steps.contains(&step) {
-            let mut nearest = steps;
+        let found = Checkpoint::open(self, step);
+        if matches!(found, Err(OpenError::NoCommit { .. })) {
+            let mut nearest = self.steps()?;
+            if nearest.contains(&step) {
+                return found;
+            }
             nearest.sort_by_key(|other| other.abs_diff(step));
             nearest.truncate(2);
             nearest.sort_unstable();
             return Err(OpenError::NoStep { root: self.to_string(), step, nearest });
         }
-        Checkpoint::open(self, step)
+        found
     }
 
     /// The whole checkpoint with the highest step, among those below `below` if that is given; to be used when damage
@@ -363,7 +371,8 @@ impl Store {
 /// Reads, checks and parses the commit of `step`.
 pub(crate) fn read_commit(store: &Store, step: u64) -> Result<Commit, OpenError> {
     let path = commit_path(step);
-    let text = match store.get(&path) {
+    refuse_link(store, &path)?;
+    let text = match store.get_at_most(&path, COMMIT_BYTES_MAX) {
         Ok(text) => text,
         Err(error) if error.is_not_found() => {
             let folder = store.full_name(&folder_of(step));
@@ -387,6 +396,14 @@ pub(crate) fn read_commit(store: &Store, step: u64) -> Result<Commit, OpenError>
         return Err(OpenError::Iteration { object, found: commit.iteration });
     }
     Ok(commit)
+}
+
+/// Checks that neither the object nor its step's folder is a symbolic link: what is behind it may be another run's.
+pub(crate) fn refuse_link(store: &Store, path: &str) -> Result<(), OpenError> {
+    match store.is_linked("", path) {
+        true => Err(OpenError::Linked { object: store.full_name(path) }),
+        false => Ok(()),
+    }
 }
 
 /// The name of the last commit of a step that was set aside.

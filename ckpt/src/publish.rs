@@ -6,7 +6,7 @@ use crate::encode::crc64;
 use crate::manifest::{
     Commit, FORMAT, FileEntry, Header, RunName, VERSION, Writer, encode_chunks, encode_tensors, seal_commit,
 };
-use crate::open::{OpenError, check_files, commit_path, folder_of, read_commit};
+use crate::open::{OpenError, check_files, commit_path, folder_of, read_commit, refuse_link};
 use crate::store::{Store, StoreError};
 use crate::write::remove_files;
 
@@ -134,8 +134,9 @@ fn create_commit(store: &Store, commit: &Commit, replaces: bool) -> Result<(), P
 }
 
 /// Renames the commit of a step to `checkpoint.json.superseded-<run>`, with a number behind it if that name is taken.
-fn set_commit_aside(store: &Store, step: u64, run: &str) -> Result<(), StoreError> {
+fn set_commit_aside(store: &Store, step: u64, run: &str) -> Result<(), OpenError> {
     let path = commit_path(step);
+    refuse_link(store, &path)?;
     let run: String =
         run.chars().map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' }).collect();
     let mut name = format!("{path}.superseded-{run}");
@@ -144,7 +145,7 @@ fn set_commit_aside(store: &Store, step: u64, run: &str) -> Result<(), StoreErro
             Err(error) if error.is_already_there() => {
                 name = format!("{path}.superseded-{run}-{number}");
             }
-            renamed => return renamed,
+            renamed => return Ok(renamed?),
         }
     }
     unreachable!("some number is free")
@@ -211,14 +212,23 @@ impl Store {
     /// checkpoints any more; their data stays. Returns the steps, ascending.
     ///
     /// # Errors
-    /// If the store fails; commits that were renamed before stay so.
-    pub fn set_aside(&self, after: u64, run: &str) -> Result<Vec<u64>, StoreError> {
+    /// If one of them is refused, as by [`Store::latest`], before any is renamed; or if the store fails: commits that were
+    /// renamed before stay so.
+    pub fn set_aside(&self, after: u64, run: &str) -> Result<Vec<u64>, OpenError> {
+        let mut committed = Vec::new();
+        for step in self.steps()?.into_iter().filter(|step| *step > after) {
+            match read_commit(self, step) {
+                Err(OpenError::NoCommit { .. } | OpenError::SetAside { .. }) => {}
+                Err(error) if !error.is_damage() => return Err(error),
+                _ => committed.push(step),
+            }
+        }
         let mut renamed = Vec::new();
         // The newest first, so that no half of the work makes an older one the latest.
-        for step in self.steps()?.into_iter().rev().filter(|step| *step > after) {
+        for step in committed.into_iter().rev() {
             match set_commit_aside(self, step, run) {
                 Ok(()) => renamed.push(step),
-                Err(error) if error.is_not_found() => {}
+                Err(OpenError::Store(error)) if error.is_not_found() => {}
                 Err(error) => return Err(error),
             }
         }

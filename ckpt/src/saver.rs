@@ -4,7 +4,7 @@ use crate::catalog::{Catalog, CatalogFault, StoredChunk, StoredObject, StoredTen
 use crate::encode::Codec;
 use crate::fingerprint::Fingerprint;
 use crate::manifest::{Commit, FileEntry, Header, Writer};
-use crate::open::{Checkpoint, chain_text, folder_of};
+use crate::open::{Checkpoint, chain_text, commit_path, folder_of, refuse_link};
 use crate::plan::{SavePlan, SavePlanError, plan_save};
 use crate::publish::{PublishError, publish};
 use crate::retention::{Cleared, Retention};
@@ -287,7 +287,7 @@ impl Saver {
         let (rank, folder) = (groups.rank(), folder_of(header.iteration));
         let failure = |fault: Fault| fault.failure(rank);
 
-        let alone = if rank == ranks[0] { self.check_alone(&header) } else { Ok(()) };
+        let alone = if rank == ranks[0] { self.check_place(&header) } else { Ok(()) };
         let planned = alone.and_then(|()| propose(&header, table, groups)).map_err(failure);
         let proposal = planned.as_ref().map(|(proposal, _)| proposal);
         let proposals = self.gather(&proposal, Readers::All, ranks)?;
@@ -319,6 +319,12 @@ impl Saver {
             };
             remove_files(&self.store, &folder, &written.packs);
         })
+    }
+
+    /// That the step's folder is the store's own, and nobody else saves there.
+    fn check_place(&self, header: &Header) -> Result<(), Fault> {
+        refuse_link(&self.store, &commit_path(header.iteration)).map_err(PublishError::from)?;
+        self.check_alone(header)
     }
 
     /// That no other run has a whole step after the newest of this one. What is not whole is in nobody's way.

@@ -194,6 +194,11 @@ impl Store {
 
     /// A whole object.
     pub(crate) fn get(&self, path: &str) -> Result<Bytes, StoreError> {
+        self.get_at_most(path, u64::MAX)
+    }
+
+    /// A whole object; one of more than `bytes_max` bytes is of the wrong kind.
+    pub(crate) fn get_at_most(&self, path: &str, bytes_max: u64) -> Result<Bytes, StoreError> {
         let location = Path::from(path);
         let found = self.local.as_ref().and_then(|root| std::fs::metadata(root.join(path)).ok());
         if found.is_some_and(|found| !found.is_file()) {
@@ -201,9 +206,16 @@ impl Store {
             let source = io::Error::new(io::ErrorKind::IsADirectory, "it is no file");
             return Err(self.error("reading", path, None)(of_io(source)));
         }
-        RUNTIME
-            .block_on(async { self.client.get(&location).await?.bytes().await })
-            .map_err(self.error("reading", path, None))
+        let read = async {
+            let found = self.client.get(&location).await?;
+            let bytes = found.meta.size;
+            if bytes > bytes_max {
+                let message = format!("it has {bytes} bytes, and may have {bytes_max}");
+                return Err(of_io(io::Error::new(io::ErrorKind::IsADirectory, message)));
+            }
+            found.bytes().await
+        };
+        RUNTIME.block_on(read).map_err(self.error("reading", path, None))
     }
 
     /// Reads ranges of objects, a few at a time, and hands them to `sink` on this thread in the order given.

@@ -11,7 +11,7 @@ use mesh::{DType, GroupTable, ParallelLayout, Placement, Shape, StateEntry, Stat
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 /// An edit of one file, the tables more often than the packs.
 #[derive(Arbitrary, Debug)]
@@ -129,7 +129,7 @@ fuzz_target!(|edits: Vec<Edit>| {
     let Ok(checkpoint) = store.checkpoint(7) else { return };
     let faults = checkpoint.verify().map(|report| report.faults.len());
     let table = table();
-    let groups = GroupTable::new("model", &ParallelLayout::single()).for_rank(mesh::Rank(0));
+    let groups = Arc::new(GroupTable::new("model", &ParallelLayout::single())).for_rank(mesh::Rank(0));
     let same_shapes = table.entries().iter().all(|entry| {
         (checkpoint.catalog().tensor(&entry.key))
             .is_some_and(|t| t.shape == entry.placement.shape() && t.dtype == entry.dtype)

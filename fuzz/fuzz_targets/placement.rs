@@ -3,6 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
+use std::sync::Arc;
 use mesh::{ConfiguredCp, GroupTable, LayoutSizes, ParallelLayout, Placement, RankOrder, Region, prove_tiling};
 
 fuzz_target!(|text: &str| {
@@ -13,7 +14,7 @@ fuzz_target!(|text: &str| {
     if shape.dims().iter().any(|extent| *extent > 64) || shape.dims().len() > 4 {
         return;
     }
-    let table = GroupTable::new("model", &layout());
+    let table = Arc::new(GroupTable::new("model", &layout()));
     let mut mains: Vec<Region> = Vec::new();
     for rank in table.ranks() {
         let groups = table.for_rank(*rank);

@@ -88,6 +88,21 @@ impl Grid {
         0
     }
 
+    /// The rank with these coordinates; `None` if the grid has no such one.
+    pub fn rank(&self, coordinate: impl Fn(Axis) -> u32) -> Option<Rank> {
+        let mut rank = self.offset;
+        let mut stride = 1;
+        for (axis, size) in &self.axes {
+            let at = coordinate(*axis);
+            if at >= *size {
+                return None;
+            }
+            rank += at * stride;
+            stride *= size;
+        }
+        Some(Rank(rank))
+    }
+
     /// All groups over `axes`: the maximal sets of ranks that agree on every other axis. Members ascend, and
     /// groups are ordered by their smallest member.
     pub fn groups(&self, axes: &[Axis]) -> Vec<Vec<Rank>> {

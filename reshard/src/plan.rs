@@ -315,11 +315,20 @@ fn numbers(saved: &ParallelLayout, target: &ParallelLayout) -> Vec<NumberChange>
 fn random_streams(catalog: &Catalog, saved: &ParallelLayout, target: &ParallelLayout) -> RandomStreams {
     if catalog.tensors().iter().all(|tensor| tensor.kind != StateKind::Rng) {
         RandomStreams::Absent
-    } else if saved.axis_sizes() == target.axis_sizes() {
+    } else if saved.axis_sizes() == target.axis_sizes() && same_experts(saved, target) {
         RandomStreams::Kept
     } else {
         RandomStreams::Derived
     }
+}
+
+/// Whether ranks of the same dense coordinates have the same coordinates of experts.
+fn same_experts(saved: &ParallelLayout, target: &ParallelLayout) -> bool {
+    let is_one = |layout: &ParallelLayout| {
+        let ExpertSizes { etp, ep, egtp } = layout.experts();
+        etp * ep * egtp == 1
+    };
+    saved.sizes().order == target.sizes().order || is_one(target)
 }
 
 fn fold(catalog: &Catalog, target: &ParallelLayout) -> Option<FoldChange> {

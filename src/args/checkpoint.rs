@@ -1,8 +1,9 @@
 //! Where a run saves, what it goes on from, and how.
 
 use super::flag::named;
-use ckpt::Checkpoint;
+use ckpt::{Checkpoint, Retention};
 use serde::{Deserialize, Serialize};
+use std::num::NonZeroU64;
 use train::resume::{Resume, RngPolicy, Selection};
 
 mesh::settings! {
@@ -20,6 +21,12 @@ mesh::settings! {
         /// Steps from one save to the next [default: only the last step]
         #[arg(long, value_name = "STEPS")]
         pub(crate) save_interval: Option<u64>,
+        /// Whole checkpoints that stay after a save, the newest ones [default: all; with --save-retain-interval 1]
+        #[arg(long, value_name = "NUMBER")]
+        pub(crate) most_recent_k: Option<NonZeroU64>,
+        /// Steps whose multiples stay, too
+        #[arg(long, value_name = "STEPS")]
+        pub(crate) save_retain_interval: Option<NonZeroU64>,
         /// Resume from this step
         #[arg(long, value_name = "STEP")]
         pub(crate) ckpt_step: Option<u64>,
@@ -83,5 +90,12 @@ impl CheckpointArgs {
             allow_change: self.allow_change.as_deref().unwrap_or_default(),
             strict: self.strict == Some(true),
         }
+    }
+
+    /// Which older checkpoints stay after a save, if not all.
+    pub(crate) fn retention(&self, resumed_from: Option<u64>) -> Option<Retention> {
+        let interval = self.save_retain_interval;
+        let most_recent = self.most_recent_k.or(interval.map(|_| NonZeroU64::MIN))?;
+        Some(Retention { most_recent, interval, resumed_from })
     }
 }

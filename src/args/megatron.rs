@@ -8,6 +8,21 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
 use train::config::LossAverage;
 
+/// The settings whose default here is not Megatron's, each with the flag that says what it is there.
+fn defaults_elsewhere(args: &TrainArgs) -> [(bool, &'static str); 8] {
+    let (model, training) = (&args.model, &args.training);
+    [
+        (model.normalization.is_some(), "--normalization LayerNorm"),
+        (model.swiglu.is_some() || model.openai_gelu.is_some(), "--no-swiglu"),
+        (model.position_embedding_type.is_some(), "--position-embedding-type learned_absolute"),
+        (model.add_bias_linear.is_some(), "--add-bias-linear"),
+        (model.tie_embeddings.is_some(), "--tie-embeddings"),
+        (model.hidden_dropout.is_some(), "--hidden-dropout 0.1"),
+        (model.attention_dropout.is_some(), "--attention-dropout 0.1"),
+        (training.lr_decay_style.is_some(), "--lr-decay-style linear"),
+    ]
+}
+
 /// What a flag comes to.
 #[derive(Clone, Copy, Debug)]
 enum Verdict {
@@ -44,7 +59,7 @@ const MODEL: &str =
     "models so far have RMSNorm or LayerNorm, SwiGLU or GELU, plain rotary or learned positions";
 const STAGE: &str = "the trainer runs one pipeline stage so far";
 const EXPERTS: &str = "there are no experts so far";
-const KEPT: &str = "every checkpoint is kept so far";
+const DECAY: &str = "the weight decay is the same in every step so far";
 const FORMAT: &str = "checkpoints are saved in the native format so far";
 const LACKING: &str = "a tensor that the checkpoint lacks is trained from its initial value only if it is named: \
                        --allow-missing GLOB; --allow-extra GLOB names what the model does not want";
@@ -66,10 +81,20 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("window-size", Value, Refused(MODEL)),
     ("multi-latent-attention", Switch, Refused(MODEL)),
     ("num-experts", Value, Refused(EXPERTS)),
+    ("moe-router-topk", Value, Refused(EXPERTS)),
+    ("moe-router-load-balancing-type", Value, Refused(EXPERTS)),
+    ("moe-aux-loss-coeff", Value, Refused(EXPERTS)),
+    ("moe-token-dispatcher-type", Value, Refused(EXPERTS)),
+    ("moe-grouped-gemm", Switch, Refused(EXPERTS)),
+    ("moe-permute-fusion", Switch, Refused(EXPERTS)),
     ("mtp-num-layers", Value, Refused(MODEL)),
     // Precision.
     ("fp16", Switch, Refused(PRECISION)),
     ("fp8-format", Value, Refused(PRECISION)),
+    ("fp8-amax-history-len", Value, Refused(PRECISION)),
+    ("fp8-amax-compute-algo", Value, Refused(PRECISION)),
+    ("fp8-param-gather", Switch, Refused(PRECISION)),
+    ("grad-reduce-in-bf16", Switch, Refused("gradients are summed in f32")),
     ("accumulate-allreduce-grads-in-fp32", Switch, Same),
     ("loss-scale", Value, Refused(PRECISION)),
     ("initial-loss-scale", Value, Refused(PRECISION)),
@@ -77,6 +102,7 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("num-layers-per-virtual-pipeline-stage", Value, Refused(STAGE)),
     ("num-virtual-stages-per-pipeline-rank", Value, Refused(STAGE)),
     ("pipeline-model-parallel-layout", Value, Refused(STAGE)),
+    ("use-tp-pp-dp-mapping", Switch, Refused("--rank-order names the order of the axes")),
     ("create-all-gather-group", Switch, NoEffect),
     ("hybrid-context-parallel", Switch, Refused("every sample is cut in the same number of pieces so far")),
     ("ddp-average-in-collective", Switch, Refused("gradients are summed in the collective and divided once")),
@@ -92,6 +118,11 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("master-port", Value, NoEffect),
     // Training.
     ("optimizer", Value, SameFor(&["adam"], "the one optimizer so far is AdamW")),
+    ("start-weight-decay", Value, Refused(DECAY)),
+    ("end-weight-decay", Value, Refused(DECAY)),
+    ("weight-decay-incr-style", Value, SameFor(&["constant"], DECAY)),
+    ("decoupled-lr", Value, Refused("all parameters have one learning rate so far")),
+    ("decoupled-min-lr", Value, Refused("all parameters have one learning rate so far")),
     ("exit-interval", Value, Refused("SIGUSR1 saves and ends a run; --train-iters ends it")),
     ("exit-duration-in-mins", Value, Refused("SIGUSR1 saves and ends a run; `timeout -s USR1` sends it")),
     ("exit-signal-handler", Switch, Same),
@@ -107,6 +138,8 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("tokenizer-model", Value, NoEffect),
     ("vocab-file", Value, NoEffect),
     ("merge-file", Value, NoEffect),
+    ("dataloader-type", Value, SameFor(&["single"], "samples come in one global order")),
+    ("mask-prob", Value, NoEffect),
     ("mock-data", Switch, Refused("`remesh data tokenize` makes data of any file")),
     ("num-workers", Value, NoEffect),
     ("data-cache-path", Value, NoEffect),
@@ -123,8 +156,8 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("async-save", Switch, NoEffect),
     ("no-save-optim", Switch, Refused("a checkpoint holds the whole state so far")),
     ("no-save-rng", Switch, Refused("a checkpoint holds the whole state so far")),
-    ("most-recent-k", Value, Refused(KEPT)),
-    ("save-retain-interval", Value, Refused(KEPT)),
+    ("non-persistent-save-interval", Value, Refused("every checkpoint is whole and stays where it is saved")),
+    ("use-checkpoint-opt_param-scheduler", Switch, Same),
     // Speed and display.
     ("use-mcore-models", Switch, NoEffect),
     ("transformer-impl", Value, NoEffect),
@@ -137,6 +170,14 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("no-gradient-accumulation-fusion", Switch, NoEffect),
     ("cross-entropy-loss-fusion", Switch, NoEffect),
     ("no-async-tensor-model-parallel-allreduce", Switch, NoEffect),
+    ("profile", Switch, NoEffect),
+    ("profile-step-start", Value, NoEffect),
+    ("profile-step-end", Value, NoEffect),
+    ("profile-ranks", Value, NoEffect),
+    ("use-pytorch-profiler", Switch, NoEffect),
+    ("rerun-mode", Value, NoEffect),
+    ("check-for-nan-in-loss-and-grad", Switch, Same),
+    ("no-check-for-nan-in-loss-and-grad", Switch, NoEffect),
     ("manual-gc", Switch, NoEffect),
     ("manual-gc-interval", Value, NoEffect),
     ("empty-unused-memory-level", Value, NoEffect),
@@ -198,6 +239,16 @@ impl MegatronFlags {
 }
 
 impl MegatronFlags {
+    /// What Megatron's own defaults would be, where `args` say nothing and the default here is another one. Nothing if none of
+    /// these flags was given, as in a launch script of Megatron's.
+    pub(crate) fn other_defaults(&self, args: &TrainArgs) -> Vec<&'static str> {
+        let rotary = self.given.iter().any(|(name, ..)| *name == ROTARY);
+        let unsaid = |(said, flag): (bool, &'static str)| (!said).then_some(flag);
+        let flags = defaults_elsewhere(args).into_iter().filter_map(unsaid);
+        let flags = flags.filter(|flag| !(rotary && flag.starts_with("--position")));
+        if self.given.is_empty() { Vec::new() } else { flags.collect() }
+    }
+
     /// Puts what these flags ask for, where there is a setting of that meaning, among `args`, which were said beside them.
     ///
     /// # Errors

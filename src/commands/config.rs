@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::process::ExitCode;
 use train::config::TrainConfig;
+use train::data::Blend;
 
 /// Subcommands of `remesh config`.
 #[derive(Debug, clap::Subcommand)]
@@ -63,7 +64,12 @@ pub(crate) fn run(command: ConfigCommand, output: &Output) -> anyhow::Result<Exi
 fn resolve(said: &Said) -> anyhow::Result<TrainConfig> {
     let parallel = resolve::parallel(said)?;
     let args = said.args();
-    let config = resolve::config(args, parallel, args.data.tokenizer()?.as_ref(), None)?;
+    let tokenizer = args.data.tokenizer()?;
+    if let Some(files) = args.data.files()? {
+        Blend::open_parts(&files.training, &files.split)?;
+        files.validation.as_ref().map(Blend::open).transpose()?;
+    }
+    let config = resolve::config(args, parallel, tokenizer.as_ref(), None)?;
     config.check()?;
     memory::check(&config, args.training.device.unwrap_or_default())?;
     Ok(config)
@@ -83,7 +89,9 @@ fn show(said: &Said, config: &TrainConfig) -> anyhow::Result<Shown> {
         });
         (table, with_origin.collect())
     });
+    // What nobody said stays a comment, so that the file says no more than was said.
     let line = |line: &str| match line.split_once(" = ") {
+        Some((key, _)) if origin(key) == Source::BuiltIn => format!("# {line}  # {}\n", origin(key)),
         Some((key, _)) => format!("{line}  # {}\n", origin(key)),
         None => format!("{line}\n"),
     };

@@ -125,7 +125,7 @@ fn train(folder: &Path, name: &str, flags: &[String], output: &Output) -> anyhow
     execute(&words, output)?;
     let location = Location { run: save.display().to_string(), step: None };
     let checkpoint = location.open()?;
-    let metrics = (1..=checkpoint.step()).filter_map(|step| metrics::last_of(&save, step).transpose());
+    let metrics = (1..=checkpoint.step()).filter_map(|step| metrics::last_of(&save, None, step).transpose());
     Ok(Trained { metrics: metrics.collect::<anyhow::Result<_>>()?, digests: digest::digests(&checkpoint)? })
 }
 

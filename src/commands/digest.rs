@@ -3,16 +3,14 @@
 
 use crate::location::Location;
 use crate::output::Output;
-use ckpt::{Checkpoint, StateSource, StoredTensor};
-use mesh::{Region, StateKind};
+use crate::slabs;
+use ckpt::{Checkpoint, StoredTensor};
+use mesh::StateKind;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::process::ExitCode;
-
-/// Bytes that are read and hashed at a time, if a row is no longer.
-const SLAB_BYTES: u64 = 16 << 20;
 
 /// Flags of `remesh digest`.
 #[derive(Debug, clap::Args)]
@@ -51,30 +49,13 @@ pub(crate) fn digests(checkpoint: &Checkpoint) -> anyhow::Result<Digests> {
     Ok(Digests { tensors: digests.collect::<anyhow::Result<_>>()? })
 }
 
-/// Reads the tensor a few rows at a time, so that memory does not grow with it.
 fn digest(checkpoint: &Checkpoint, tensor: &StoredTensor) -> anyhow::Result<TensorDigest> {
     let mut sha = Sha256::new();
-    for region in slabs(tensor) {
-        let mut bytes = vec![0; region.numel() as usize * tensor.dtype.size_bytes()];
-        checkpoint.read_box(&tensor.key, &region, &mut bytes)?;
-        sha.update(&bytes);
+    for bytes in slabs::read(checkpoint, tensor) {
+        sha.update(bytes?);
     }
     let sha256 = sha.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
     Ok(TensorDigest { dtype: tensor.dtype.name(), shape: tensor.shape.dims().to_vec(), sha256 })
-}
-
-/// The tensor cut into boxes of whole rows, in order.
-fn slabs(tensor: &StoredTensor) -> Vec<Region> {
-    let dims = tensor.shape.dims();
-    let Some((&rows, row)) = dims.split_first() else { return vec![Region::whole(&tensor.shape)] };
-    let row_bytes = row.iter().product::<u64>() * tensor.dtype.size_bytes() as u64;
-    let step = (SLAB_BYTES / row_bytes.max(1)).max(1);
-    let slab = |lo: u64| {
-        let (mut from, mut to) = (vec![0; dims.len()], dims.to_vec());
-        (from[0], to[0]) = (lo, (lo + step).min(rows));
-        Region::new(&from, &to)
-    };
-    (0..rows).step_by(step as usize).map(slab).collect()
 }
 
 /// One line a tensor, as `sha256sum` prints them.

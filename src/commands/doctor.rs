@@ -5,11 +5,18 @@ use serde::Serialize;
 use std::fmt;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use train::backend::cuda::loader::{self, Found};
+use train::backend::cuda::loader;
 
 #[derive(Serialize)]
-struct Diagnosis {
+struct Report {
     schema: &'static str,
+    #[serde(flatten)]
+    found: Diagnosis,
+}
+
+/// What was found.
+#[derive(Serialize)]
+pub(crate) struct Diagnosis {
     libraries: Vec<Library>,
     gpus: Vec<Gpu>,
     /// Why no GPU is seen.
@@ -34,12 +41,14 @@ struct Gpu {
 
 /// Looks, and says what was found. That something is missing is no failure.
 pub(crate) fn run(output: &Output) -> anyhow::Result<ExitCode> {
-    output.result(&Diagnosis::of(loader::find()))?;
+    output.result(&Report { schema: "remesh.doctor/1", found: Diagnosis::found() })?;
     Ok(ExitCode::SUCCESS)
 }
 
 impl Diagnosis {
-    fn of(found: Found) -> Self {
+    /// Looks for libraries and GPUs.
+    pub(crate) fn found() -> Self {
+        let found = loader::find();
         let libraries = found.libraries.into_iter();
         let libraries = libraries.map(|loader::Library { name, needed_for, version, path }| Library {
             name,
@@ -57,7 +66,13 @@ impl Diagnosis {
             compute_capability: format!("{}.{}", gpu.capability.0, gpu.capability.1),
             memory_bytes: gpu.memory_bytes,
         });
-        Diagnosis { schema: "remesh.doctor/1", libraries: libraries.collect(), gpus: gpus.collect(), no_gpus }
+        Diagnosis { libraries: libraries.collect(), gpus: gpus.collect(), no_gpus }
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.found.fmt(f)
     }
 }
 

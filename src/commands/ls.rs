@@ -45,6 +45,8 @@ enum State {
     },
     Broken {
         complete: bool,
+        /// Whether that is what somebody wanted.
+        set_aside: bool,
         code: String,
         reason: String,
     },
@@ -80,7 +82,8 @@ pub(crate) fn run(args: &LsArgs, output: &Output) -> anyhow::Result<ExitCode> {
 }
 
 fn broken(error: &OpenError) -> State {
-    State::Broken { complete: false, code: error.code().into(), reason: error.to_string() }
+    let set_aside = matches!(error, OpenError::SetAside { .. });
+    State::Broken { complete: false, set_aside, code: error.code().into(), reason: error.to_string() }
 }
 
 impl fmt::Display for Listing {
@@ -97,8 +100,9 @@ impl fmt::Display for Listing {
                 created.clone(),
                 layout_text.clone(),
             ],
-            State::Broken { code, reason, .. } => {
-                vec![row.step.to_string(), "not whole".into(), format!("{code}: {reason}")]
+            State::Broken { set_aside, code, reason, .. } => {
+                let state = if *set_aside { "set aside" } else { "not whole" };
+                vec![row.step.to_string(), state.into(), format!("{code}: {reason}")]
             }
         };
         f.write_str(&table(&self.checkpoints.iter().map(row).collect::<Vec<_>>()))

@@ -3,21 +3,24 @@
 mod launcher;
 mod progress;
 
-use crate::args::{DeviceArg, RanksAs, RunArgs, Said, TrainArgs, TrainingArgs, resolve};
+use crate::args::{CheckpointArgs, DeviceArg, RanksAs, RunArgs, Said, TrainArgs, TrainingArgs, resolve};
 use crate::device;
 use crate::memory;
-use crate::output::{Output, complain, count};
+use crate::output::{Output, complain, count, step_list};
 use crate::report::{Refusal, exit_code, failure, is_damage};
 use crate::start::{self, Start};
 use anyhow::Context;
-use ckpt::Saver;
+use ckpt::{Checkpoint, OpenError, Saver};
 use mesh::{ParallelConfig, Source};
 use progress::{Line, Progress};
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::flag;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
 use train::comm::CommError;
 use train::comm::processes::Launch;
 use train::data::{Blend, Parts, Tokenizer};
@@ -113,6 +116,7 @@ fn prepare(command: TrainCommand, launch: Option<&Launch>, output: &Output) -> a
     }
     resolve::check_flags(&args, parallel)?;
     check_changes(args.checkpoint.allow_change.as_deref().unwrap_or_default())?;
+    check_save(&args.checkpoint)?;
     let (tokenizer, files) = (args.data.tokenizer()?, args.data.files()?.expect("it is required"));
     let Parts { training: tokens, validation } = Blend::open_parts(&files.training, &files.split)?;
     let validation = match files.validation {
@@ -184,12 +188,16 @@ fn train_from(
     let store = args.save.as_deref().map(|save| start::destination(save, iteration, damaged, overwrite));
     let store = store.transpose()?;
     // Only once it is sure what the run goes on from.
-    let set_newer_aside = || match &store {
-        Some(store) if overwrite && is_first => store.set_aside(iteration, &name.run).map(drop),
-        _ => Ok(()),
+    let set_newer_aside = || -> Result<(), OpenError> {
+        let Some(store) = store.as_ref().filter(|_| overwrite && is_first) else { return Ok(()) };
+        let steps = store.set_aside(iteration, &name.run)?;
+        if !steps.is_empty() {
+            complain(format!("set aside in {store}, as asked: {}", step_list(&steps)));
+        }
+        Ok(())
     };
     let logs = is_first.then_some(&said.args);
-    let progress = Progress::new(logs, &config, start, iteration + 1, run.changes(), output)?;
+    let progress = Progress::new(logs, &run, start, iteration, &name.run, output)?;
     // The first rank alone is told when training begins.
     if !is_first {
         signals.training_begins();
@@ -200,7 +208,12 @@ fn train_from(
         progress.line(Line::Fresh { train_iters: config.train_iters });
     }
     let saver = store.as_ref().map(|store| {
-        move |exchange| Saver::new(store.clone(), exchange).replacing(damaged).going_on_from(iteration)
+        let resumed_from = start.checkpoint.as_ref().filter(|_| start.is_in_save).map(Checkpoint::step);
+        let retention = args.retention(resumed_from);
+        move |exchange| {
+            let saver = Saver::new(store.clone(), exchange).replacing(damaged).going_on_from(iteration);
+            saver.clearing(retention)
+        }
     });
     let job = Job {
         run,
@@ -244,12 +257,30 @@ fn check_changes(fields: &[String]) -> Result<(), Refusal> {
     }
 }
 
+/// Checks that what is said of saves is said of a run that saves.
+fn check_save(args: &CheckpointArgs) -> Result<(), Refusal> {
+    let said = [
+        (args.save_interval.is_some(), "--save-interval"),
+        (args.most_recent_k.is_some(), "--most-recent-k"),
+        (args.save_retain_interval.is_some(), "--save-retain-interval"),
+    ];
+    match said.into_iter().find(|(is_said, _)| *is_said && args.save.is_none()) {
+        Some((_, flag)) => {
+            let message = format!("`{flag}` is set, and `--save` is not: nothing would be saved");
+            Err(Refusal::new("RM6003", message, format!("give --save FOLDER, or leave {flag} out")))
+        }
+        None => Ok(()),
+    }
+}
+
 fn run_name() -> RunName {
     let pid = std::process::id();
     let started = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ");
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname");
+    // In containers process numbers are often the same.
+    let random = RandomState::new().build_hasher().finish() as u32;
     RunName {
-        run: format!("{started}-{pid}"),
+        run: format!("{started}-{pid}-{random:08x}"),
         host: host.map_or_else(|_| "unknown".into(), |host| host.trim().to_owned()),
         pid,
         program: concat!("remesh ", env!("CARGO_PKG_VERSION")).into(),
@@ -260,7 +291,7 @@ fn now() -> String {
     jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
 }
 
-/// SIGINT, SIGTERM and SIGUSR1: the first asks the run to stop after the step in hand, a second ends the process at once. So
+/// SIGINT, SIGTERM and SIGUSR1: the first asks the run to stop after the step in hand, another one ends the process at once. So
 /// does the first while state is still being looked for and loaded: there is nothing to save.
 struct Signals {
     /// Whether training has not begun.
@@ -270,18 +301,33 @@ struct Signals {
 }
 
 impl Signals {
+    /// What follows the first signal more closely is one request with it: `timeout` signals a process and then its group.
+    const ONE_REQUEST: Duration = Duration::from_secs(1);
+
     fn register() -> anyhow::Result<Self> {
         let is_starting = Arc::new(AtomicBool::new(true));
         let signals = Signals { is_starting, stop: Arc::default(), first: Arc::default() };
-        for signal in [SIGINT, SIGTERM, SIGUSR1] {
-            let (stop, first) = (&signals.stop, &signals.first);
-            // In this order, so that only a signal that finds the flag set ends the process.
-            flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&signals.is_starting))
-                .and_then(|_| flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(stop)))
-                .and_then(|_| flag::register_usize(signal, Arc::clone(first), signal as usize))
-                .and_then(|_| flag::register(signal, Arc::clone(stop)))
-                .context("installing signal handlers")?;
-        }
+        let (is_starting, stop) = (Arc::clone(&signals.is_starting), Arc::clone(&signals.stop));
+        let first = Arc::clone(&signals.first);
+        let mut received = signal_hook::iterator::Signals::new([SIGINT, SIGTERM, SIGUSR1])
+            .context("installing signal handlers")?;
+        // A file that may not grow is then an error like a full disk.
+        flag::register(SIGXFSZ, Arc::default()).context("installing signal handlers")?;
+        let listen = move || {
+            let mut asked: Option<Instant> = None;
+            for signal in received.forever() {
+                match asked {
+                    None if !is_starting.load(Ordering::Relaxed) => {
+                        asked = Some(Instant::now());
+                        first.store(signal as usize, Ordering::Relaxed);
+                        stop.store(true, Ordering::Relaxed);
+                    }
+                    Some(asked) if asked.elapsed() < Self::ONE_REQUEST => {}
+                    _ => signal_hook::low_level::exit(128 + signal),
+                }
+            }
+        };
+        thread::Builder::new().name("signals".to_owned()).spawn(listen).context("starting a thread")?;
         Ok(signals)
     }
 

@@ -77,6 +77,7 @@ fn open(location: &Location, faults: &mut Vec<String>) -> anyhow::Result<Option<
     for passed in &latest.passed_over {
         match passed.why {
             OpenError::NoCommit { .. } => complain(passed),
+            OpenError::SetAside { .. } => {}
             _ => faults.push(passed.to_string()),
         }
     }

@@ -161,6 +161,9 @@ codes! {
     "RM4024" 6 "no checkpoint of a run is whole"
     "There are steps, and each of them is incomplete or damaged; all are listed with the reason. No run starts afresh over checkpoints \
      that were complete once: save to another folder, or move them away."
+    "RM4025" 6 "a step was set aside"
+    "`--overwrite` replaced it, or it was damaged when its step was saved again: its `checkpoint.json` was renamed, its data stays. \
+     Renaming the commit back makes it a checkpoint again; nothing else uses those files."
     "RM4030" 2 "the state cannot be saved as its placement says"
     "Main replicas must hold every element exactly once. A program that saves its own state has declared a placement that its \
      process groups do not make."

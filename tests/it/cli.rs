@@ -2,6 +2,7 @@
 
 mod damage;
 mod data;
+mod diff;
 mod output;
 mod places;
 mod plan;

@@ -414,7 +414,7 @@ fn every_setting_that_must_match_is_compared() {
     let mut change = |edit: &dyn Fn(&mut TrainConfig, &mut DataState)| {
         let (mut wanted, mut wanted_data) = (saved.clone(), data.clone());
         edit(&mut wanted, &mut wanted_data);
-        let differences = resume::compare(&saved, &data, &wanted, &wanted_data);
+        let differences = resume::compare(&saved, &data, &wanted, &wanted_data, 4);
         assert_eq!(differences.len(), 1, "{differences:?}");
         let d = &differences[0];
         let word = if d.overridable { "may be allowed" } else { "never" };
@@ -486,7 +486,7 @@ fn every_setting_that_must_match_is_compared() {
     // Layout, ranks, micro-batch and the length of the run may change without a word.
     let mut elsewhere = POWERS.config(Layout { tp: 2, sp: true, cp: 2, mbs: 2, ..Layout::SINGLE });
     elsewhere.train_iters = 99;
-    assert_eq!(resume::compare(&saved, &data, &elsewhere, &data), []);
+    assert_eq!(resume::compare(&saved, &data, &elsewhere, &data, 4), []);
 }
 
 /// Retraining from a checkpoint with other settings is refused, naming both values; what may change takes a word.

@@ -172,7 +172,7 @@ fn another_iteration_gives_every_rank_other_streams_and_the_same_one_the_same() 
     .unwrap();
     // The layout that goes on, and how many of its ranks have coordinates that were saved.
     for (wanted, num_existing) in
-        [(layout(2, 1, 1, 1), 1), (layout(1, 2, 2, 1), 2), (layout(2, 1, 2, 1), 2), (layout(1, 1, 1, 4), 2)]
+        [(layout(2, 1, 1, 1), 1), (layout(1, 2, 1, 1), 1), (layout(2, 1, 1, 2), 2), (layout(1, 1, 1, 4), 2)]
     {
         for (policy, num_kept) in [(RngPolicy::Derive, 0), (RngPolicy::Existing, num_existing)] {
             let from = |step| resume_from(step, wanted, &tokens, &store, policy).unwrap().0;
@@ -197,13 +197,41 @@ fn the_existing_policy_keeps_what_exists_and_counts_the_rest() {
     let tokens = support::token_file(folder.path(), 6000);
     let store = Store::open("memory://").unwrap();
     let expected = save(layout(1, 2, 1, 2), &tokens, &store);
-    for grown in [layout(1, 2, 1, 4), layout(1, 4, 1, 2)] {
+    // CP is faster than DP: which of the new ranks have the coordinates of the four, in their order.
+    for (grown, same) in [(layout(1, 2, 1, 4), [0, 1, 2, 3]), (layout(1, 4, 1, 2), [0, 1, 4, 5])] {
         let (found, _) = resume(grown, &tokens, &store, RngPolicy::Existing).unwrap();
-        assert_eq!(found[..4], expected[..], "{grown:?}");
-        assert!(found[4..].iter().all(|next| !expected.contains(next)), "{grown:?}");
+        assert_eq!(same.map(|rank: usize| found[rank].clone())[..], expected[..], "{grown:?}");
+        let others = (0..8).filter(|rank| !same.contains(rank));
+        assert!(others.into_iter().all(|rank| !expected.contains(&found[rank])), "{grown:?}");
         let (derived, _) = resume(grown, &tokens, &store, RngPolicy::Derive).unwrap();
         assert!(derived.iter().all(|next| !expected.contains(next)), "derive is one rule for all ranks");
     }
+}
+
+/// A stream that only one of the layouts has: derived where it is new, and gone where it is not known.
+#[test]
+fn a_kept_cell_has_the_streams_of_its_own_layout() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = support::token_file(folder.path(), 6000);
+    let gtp = StreamName::GtpRemat as usize;
+    let without = Store::open("memory://").unwrap();
+    let expected = save(layout(1, 1, 1, 2), &tokens, &without);
+    let (found, _) = resume(layout(1, 1, 2, 1), &tokens, &without, RngPolicy::Existing).unwrap();
+    let (derived, _) = resume(layout(1, 1, 2, 1), &tokens, &without, RngPolicy::Derive).unwrap();
+    assert_eq!(found[0][..gtp], expected[0][..gtp], "the same coordinates");
+    assert_eq!(found[0][gtp], derived[0][gtp]);
+    assert!(found[0][gtp].is_some() && found[0][gtp] != found[1][gtp]);
+    assert_eq!(found[1], derived[1], "no rank had GTP shard 1");
+
+    let with = Store::open("memory://").unwrap();
+    let expected = save(layout(1, 1, 2, 1), &tokens, &with);
+    let (found, _) = resume(layout(1, 1, 1, 2), &tokens, &with, RngPolicy::Existing).unwrap();
+    assert_eq!(found[0][..gtp], expected[0][..gtp]);
+    assert!(found.iter().all(|next| next[gtp].is_none()), "without GTP there is no stream of it");
+    // GTP shards of two are not those of four in other places.
+    let (found, _) = resume(layout(1, 1, 4, 1), &tokens, &with, RngPolicy::Existing).unwrap();
+    let of_gtp: std::collections::BTreeSet<_> = found.iter().map(|next| next[gtp].clone()).collect();
+    assert_eq!(of_gtp.len(), 4, "each shard has its own");
 }
 
 #[test]
@@ -218,7 +246,7 @@ fn the_strict_policy_refuses_another_layout_naming_the_coordinate() {
     let two = Store::open("memory://").unwrap();
     save(layout(1, 2, 1, 1), &tokens, &two);
     let error = resume(layout(1, 1, 1, 2), &tokens, &two, RngPolicy::Strict).unwrap_err();
-    expect!["random streams: saved under TP 1 · GTP 1 · CP 2 · DP 1 · world 2, but this run is TP 1 · GTP 1 · CP 1 · DP 2 · world 2, where every coordinate is another rank's"].assert_eq(&error);
+    expect!["random streams: saved under TP 1 · GTP 1 · CP 2 · DP 1 · world 2, but this run is TP 1 · GTP 1 · CP 1 · DP 2 · world 2; coordinate (pp 0, tp 0, position 1 of `dp_cp_gtp_remat`) has no cell"].assert_eq(&error);
     let shape = two.checkpoint(1).unwrap();
     let shape = &shape.catalog().tensor(&"rng_state".into()).unwrap().shape;
     assert_eq!(shape.dims(), [1, 1, 2, 5, 6]);

@@ -82,7 +82,7 @@ impl<'a> Continuation<'a> {
             return Ok(Continuation { resume, saved: None, differences: Vec::new() });
         }
         let saved = SavedRun::of(resume.source.commit())?;
-        let differences = compare(&saved.config, &saved.data, config, data);
+        let differences = compare(&saved.config, &saved.data, config, data, resume.source.commit().iteration);
         let is_allowed =
             |d: &Difference| d.overridable && resume.allow_change.iter().any(|field| field == d.field);
         let (allowed, refused): (Vec<_>, Vec<_>) = differences.into_iter().partition(is_allowed);
@@ -135,12 +135,18 @@ pub(crate) fn load(
     let cells = own
         .extract_if(.., |own| state.table().entries()[own.entry].kind == StateKind::Rng)
         .collect::<Vec<_>>();
-    own.retain(|own| wants(resume.selection, state.table().entries()[own.entry].kind));
+    own.retain(|own| {
+        let entry = &state.table().entries()[own.entry];
+        // Masters are the weights, with all their digits.
+        let is_master = entry.key.as_str().starts_with(&format!("{}{MASTER}", state.prefix()));
+        let is_there = || resume.source.catalog().tensor(&entry.key).is_some();
+        wants(resume.selection, entry.kind) || (is_master && is_there())
+    });
     let loaded = fill(resume, trainer, state, &own)?;
     let (program, be) = trainer.parts();
     let is_lacking = |param: usize| {
         let key = format!("{}{MASTER}{}", state.prefix(), program.model.table().params[param].key);
-        !resume.selection.optimizer || resume.source.catalog().tensor(&TensorKey::new(key)).is_none()
+        resume.source.catalog().tensor(&TensorKey::new(key)).is_none()
     };
     program.optimizer.restart_masters(be, is_lacking).map_err(CommError::from)?;
     *streams = Streams::derive(trainer.config().seed, trainer.groups(), iteration);
@@ -204,7 +210,9 @@ fn fill(
 ) -> Result<Loaded, ResumeError> {
     let wanted: Vec<ShardedTensor> = own.iter().map(|own| own.shard.clone()).collect();
     let strictness = Strictness::new(resume.allow_missing, resume.allow_extra)?;
-    let in_scope = |stored: &StoredTensor| wants(resume.selection, stored.kind);
+    let in_scope = |stored: &StoredTensor| {
+        wants(resume.selection, stored.kind) || wanted.iter().any(|shard| shard.key == stored.key)
+    };
     let plan = plan_load(resume.source.catalog(), &wanted, &strictness, &in_scope)?;
     let (_, be) = trainer.parts();
     let report = resume.source.read(&plan, &mut |target, within, bytes| {

@@ -80,6 +80,13 @@ impl Streams {
         self.streams.iter().flatten().map(|stream| stream.draws()).sum()
     }
 
+    /// Takes those of `saved` that this layout has; one that the saved layout did not have stays as it is.
+    pub(crate) fn replace_by(&mut self, saved: Streams) {
+        for (stream, saved) in self.streams.iter_mut().zip(saved.streams) {
+            *stream = stream.map(|own| saved.unwrap_or(own));
+        }
+    }
+
     fn to_words(&self) -> Vec<u32> {
         self.streams.iter().flat_map(|stream| stream.map_or([0; 6], Stream::to_words)).collect()
     }

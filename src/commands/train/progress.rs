@@ -6,6 +6,7 @@ use crate::metrics::{self, EvalMetrics, Metrics, MetricsFile};
 use crate::output::{Output, complain, count, human_bytes, saved_layout};
 use crate::report::Refusal;
 use crate::start::Start;
+use ckpt::Cleared;
 use mesh::{ParallelLayout, Schedule};
 use serde::Serialize;
 use std::fmt;
@@ -13,12 +14,16 @@ use std::sync::{Mutex, PoisonError};
 use train::config::TrainConfig;
 use train::evaluate::Evaluated;
 use train::resume::{Level, Resumed};
-use train::run::{Event, Step};
+use train::run::{Event, Step, Trainable};
 
 /// Turns events into lines.
 pub(super) struct Progress<'a> {
     output: &'a Output,
+    /// The run's name in its lines.
+    name: &'a str,
     config: &'a TrainConfig,
+    /// Of the run that goes on.
+    saved: Option<TrainConfig>,
     log_interval: u64,
     /// Whether a first step that is not the saved run's ends this one.
     strict: bool,
@@ -71,7 +76,7 @@ pub(super) enum Line {
     L3(L3),
     Step(StepLine),
     Evaluated(EvalMetrics),
-    Saved { step: u64, folder: String, bytes: u64 },
+    Saved { step: u64, folder: String, bytes: u64, removed: Vec<u64>, in_use: Vec<u64> },
     SaveFailed { step: u64, code: String, message: String, help: String },
     PassedOver { step: u64, consumed_samples: u64 },
     SamplesDropped { epoch: u64, samples: u64 },
@@ -130,17 +135,16 @@ pub(super) struct StepLine {
 }
 
 impl<'a> Progress<'a> {
-    /// For a run that starts at `start` with step `first_step` and changes the settings `changes` of the saved one. Without
-    /// `args` no event will come: another process is told.
+    /// For a run called `name` that starts at `start` after `done` steps. Without `args` no event will come: another process is told.
     ///
     /// # Errors
     /// If `metrics.jsonl` cannot be read or opened.
     pub(super) fn new(
         args: Option<&TrainArgs>,
-        config: &'a TrainConfig,
+        run: &Trainable<'a>,
         start: &Start,
-        first_step: u64,
-        changes: Vec<String>,
+        done: u64,
+        name: &'a str,
         output: &'a Output,
     ) -> anyhow::Result<Self> {
         let checkpoint = start.checkpoint.as_ref();
@@ -153,22 +157,28 @@ impl<'a> Progress<'a> {
             logging.log_dir.clone().or(checkpoint.save.as_deref().and_then(local_folder))
         });
         let loaded_folder = loaded_from.as_ref().and_then(|from| local_folder(&from.run));
+        // The first step that is made, numbered from 1 where iterations are from 0.
+        let is_skipped = |step: &u64| run.config().iterations_to_skip.contains(&(step - 1));
+        let first_step = (done + 1..).find(|step| !is_skipped(step)).expect("some are not passed over");
+        // What the run that saved the checkpoint made of the step; others may have gone on from elsewhere.
         let mut earlier = None;
-        for folder in loaded_folder.iter().chain(&own) {
+        for (folder, checkpoint) in loaded_folder.iter().chain(&own).zip(checkpoint.iter().cycle()) {
             if earlier.is_none() {
-                earlier = metrics::last_of(folder, first_step)?;
+                earlier = metrics::last_of(folder, Some(&checkpoint.commit().writer.run), first_step)?;
             }
         }
         Ok(Progress {
             output,
-            config,
+            name,
+            config: run.config(),
+            saved: run.saved().map(|saved| saved.config.clone()),
             log_interval: args.and_then(|args| args.logging.log_interval).unwrap_or(1).max(1),
             strict: args.is_some_and(|args| args.checkpoint.strict == Some(true)),
             loaded_from,
             state: Mutex::new(State {
                 metrics: own.as_deref().map(MetricsFile::append_to).transpose()?,
                 earlier,
-                changes,
+                changes: run.changes(),
                 resumed: None,
             }),
         })
@@ -200,14 +210,17 @@ impl<'a> Progress<'a> {
                 state.resumed = Some(not_expected(resumed, &state.changes));
                 self.line(Line::Resumed(Box::new(self.resumed(resumed))));
                 resumed.notes.iter().for_each(complain);
-                if let Some(note) = ended_schedule(self.config, resumed) {
+                if let Some(note) =
+                    self.saved.as_ref().and_then(|saved| ended_schedule(self.config, saved, resumed))
+                {
                     complain(note);
                 }
             }
             Event::Step(step) => self.step(step, &mut state)?,
             Event::Evaluated { iteration, evaluated: Evaluated { loss, samples } } => {
                 let eval_loss = Some(*loss).filter(|loss| loss.is_finite());
-                let metrics = EvalMetrics { step: *iteration, eval_loss, eval_samples: *samples };
+                let (run, step, eval_samples) = (self.name.to_owned(), *iteration, *samples);
+                let metrics = EvalMetrics { run, step, eval_loss, eval_samples };
                 state.append(&metrics);
                 self.line(Line::Evaluated(metrics));
             }
@@ -217,11 +230,14 @@ impl<'a> Progress<'a> {
             Event::SamplesDropped { epoch, samples } => {
                 self.line(Line::SamplesDropped { epoch: *epoch, samples: *samples });
             }
-            Event::Saved { iteration, report } => self.line(Line::Saved {
-                step: *iteration,
-                folder: report.folder.clone(),
-                bytes: report.file_bytes,
-            }),
+            Event::Saved { iteration, report } => {
+                let Cleared { removed, in_use } = report.cleared.clone().unwrap_or_else(|why| {
+                    complain(format!("older checkpoints could not be removed: {why}"));
+                    Cleared::default()
+                });
+                let (step, folder, bytes) = (*iteration, report.folder.clone(), report.file_bytes);
+                self.line(Line::Saved { step, folder, bytes, removed, in_use });
+            }
             Event::SaveFailed { iteration, error } => self.line(Line::SaveFailed {
                 step: *iteration,
                 code: error.code().to_owned(),
@@ -234,7 +250,7 @@ impl<'a> Progress<'a> {
     }
 
     fn step(&self, step: &Step, state: &mut State) -> Result<(), Refusal> {
-        let metrics = Metrics::from(step);
+        let metrics = Metrics::new(self.name, step);
         let l3 = state.resumed.take().map(|not_expected| l3(&metrics, state.earlier.as_ref(), not_expected));
         if let Some(l3) = l3.as_ref().filter(|l3| self.strict && l3.has_failed()) {
             // The step leaves no line, so that the next attempt is compared with the saved run's, too.
@@ -273,17 +289,21 @@ impl<'a> Progress<'a> {
     }
 }
 
-/// What is to be said where the learning rate of every step that is left is the schedule's lowest.
-fn ended_schedule(config: &TrainConfig, resumed: &Resumed) -> Option<String> {
+/// What is to be said where the checkpoint's schedule has come down before the run ends, which it did not for the saved run,
+/// or where it has come down already.
+fn ended_schedule(config: &TrainConfig, saved: &TrainConfig, resumed: &Resumed) -> Option<String> {
     let schedule = &config.schedule;
-    let (done, left) = (resumed.scheduler_samples, config.train_iters.saturating_sub(resumed.iteration));
-    let lr =
-        Schedule::new(schedule.clone(), &config.batch).expect("it was checked when it was resolved").lr(done);
-    let has_ended = done >= schedule.lr_decay && lr == schedule.min_lr && lr < schedule.max_lr;
-    (left > 0 && has_ended).then(|| {
+    let lowest = Schedule::new(schedule.clone(), &config.batch).expect("it was checked when it was resolved");
+    let lr = lowest.lr(schedule.lr_decay);
+    let end = config.batch.steps_within(schedule.lr_decay).max(resumed.iteration);
+    let left = config.train_iters.saturating_sub(end);
+    let is_meant =
+        *schedule != saved.schedule || (end > resumed.iteration && config.train_iters <= saved.train_iters);
+    let comes_down = lr == schedule.min_lr && lr < schedule.max_lr;
+    (left > 0 && comes_down && !is_meant).then(|| {
         format!(
-            "the learning rate stays {lr} in the rest of the run, {}: the checkpoint's schedule comes down in {}; \
-             --lr-decay-iters {} spreads it over the whole run",
+            "the learning rate is {lr} in the last {}: the checkpoint's schedule comes down in {}; --lr-decay-iters {} spreads \
+             it over the whole run",
             count(left, "step"),
             count(config.batch.steps_within(schedule.lr_decay), "step"),
             config.train_iters
@@ -354,12 +374,19 @@ impl fmt::Display for Line {
             Line::Resumed(resumed) => resumed.fmt(f),
             Line::L3(l3) => l3.fmt(f),
             Line::Step(step) => step.fmt(f),
-            Line::Evaluated(EvalMetrics { step, eval_loss, eval_samples }) => {
+            Line::Evaluated(EvalMetrics { step, eval_loss, eval_samples, .. }) => {
                 let loss = eval_loss.map_or_else(|| "not finite".into(), |loss| format!("{loss:.6}"));
                 write!(f, "step {step}  validation loss {loss} of {}", count(*eval_samples, "sample"))
             }
-            Line::Saved { step, folder, bytes } => {
-                write!(f, "saved step {step} to {folder}, {}", human_bytes(*bytes))
+            Line::Saved { step, folder, bytes, removed, in_use } => {
+                write!(f, "saved step {step} to {folder}, {}", human_bytes(*bytes))?;
+                for (steps, fate) in [(removed, "removed"), (in_use, "in use, not removed")] {
+                    if !steps.is_empty() {
+                        let steps: Vec<_> = steps.iter().map(u64::to_string).collect();
+                        write!(f, "; {fate}: {}", steps.join(", "))?;
+                    }
+                }
+                Ok(())
             }
             Line::SaveFailed { step, code, message, help } => {
                 write!(f, "step {step} could not be saved ({code}): {message}; {help}")

@@ -170,9 +170,109 @@ fn stray_names_are_passed_over_and_no_listing_fails() {
     expect![[r#"
         6  not whole  RM4021: `run/iter_0000006/checkpoint.json` is no file
         7  not whole  RM4021: `run/iter_0000007/checkpoint.json` is no file
-        8  not whole  RM4021: `run/iter_0000008/checkpoint.json` is no file
+        8  not whole  RM4023: `run/iter_0000008/checkpoint.json` is a symbolic link, or in a folder that is one; a checkpoint's files must lie in its own folder
     "#]]
     .assert_eq(listed.split_once('\n').unwrap().1);
+    // What a link may hide stops the search.
+    assert!(refused(folder, "digest run", 6).contains("RM4023"));
+    std::fs::remove_file(run.join("iter_0000008/checkpoint.json")).unwrap();
     assert_eq!(ok(folder, "digest run"), ok(folder, "digest run@2"));
     drop(socket);
+}
+
+/// What is sealed and not whole any more is in nobody's way: the run goes on from the step before, and saves that step anew.
+#[test]
+fn a_step_whose_files_are_gone_is_saved_again() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let train =
+        |iters: u32, flags: &str| format!("train {MODEL} --lr-decay-iters 6 --train-iters {iters} {flags}");
+    ok(folder, &train(6, "--save straight"));
+    for (run, is_gone) in [("gone", true), ("short", false)] {
+        ok(folder, &train(4, &format!("--save {run} --save-interval 2")));
+        let data = folder.join(run).join("iter_0000004/data");
+        let pack = std::fs::read_dir(data).unwrap().next().unwrap().unwrap().path();
+        match is_gone {
+            true => std::fs::remove_file(&pack).unwrap(),
+            false => {
+                let file = std::fs::OpenOptions::new().write(true).open(&pack).unwrap();
+                file.set_len(file.metadata().unwrap().len() - 1).unwrap();
+            }
+        }
+        let resumed = remesh(folder, &train(6, &format!("--save {run} --save-interval 1")));
+        assert!(resumed.status.success(), "{}", text(&resumed.stderr));
+        assert!(text(&resumed.stderr).starts_with("step 4 is passed over (RM4020): "));
+        let steps: Vec<u64> = metrics(folder, run).iter().map(|line| line.step).collect();
+        assert_eq!(steps, [1, 2, 3, 4, 3, 4, 5, 6]);
+        ok(folder, &format!("verify {run}@4"));
+        assert_eq!(ok(folder, &format!("digest {run} --json")), ok(folder, "digest straight --json"));
+    }
+}
+
+#[test]
+fn a_step_that_was_set_aside_is_no_damage_and_comes_back() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let train = |iters: u32, flags: &str| {
+        format!("train {MODEL} --lr-decay-iters 6 --train-iters {iters} --save run {flags}")
+    };
+    ok(folder, &train(4, "--save-interval 2"));
+    let before = ok(folder, "digest run@4 --json");
+    ok(folder, &train(3, "--ckpt-step 2 --overwrite"));
+    let listed = ok(folder, "ls run");
+    assert!(
+        listed.lines().nth(2).unwrap().starts_with("4  set aside  RM4025: step 4 was set aside: "),
+        "{listed}"
+    );
+    // Nobody needs to hear of it again.
+    for line in ["verify run".to_owned(), train(3, "")] {
+        let output = remesh(folder, &line);
+        assert!(output.status.success(), "{line}");
+        assert!(!text(&output.stderr).contains("step 4"), "{line}: {}", text(&output.stderr));
+    }
+    let stderr = refused(folder, "digest run@4", 6);
+    assert!(
+        stderr.contains("RM4025") && stderr.contains("help: to take it back, rename that file"),
+        "{stderr}"
+    );
+    let step = folder.join("run/iter_0000004");
+    let aside = std::fs::read_dir(&step).unwrap().map(|entry| entry.unwrap().path());
+    let aside = aside.into_iter().find(|path| path.to_str().unwrap().contains("superseded")).unwrap();
+    std::fs::rename(aside, step.join("checkpoint.json")).unwrap();
+    assert_eq!(ok(folder, "digest run@4 --json"), before);
+}
+
+/// Folders of another run's steps, linked: nothing is read, renamed or written through them.
+#[test]
+fn nothing_is_saved_or_set_aside_through_a_link() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let train = |flags: &str| format!("train {MODEL} --lr-decay-iters 8 --save-interval 2 {flags}");
+    ok(folder, &train("--train-iters 4 --save a"));
+    let before = ok(folder, "digest a@4 --json");
+    std::fs::create_dir(folder.join("b")).unwrap();
+    for step in ["iter_0000002", "iter_0000004"] {
+        std::os::unix::fs::symlink(format!("../a/{step}"), folder.join("b").join(step)).unwrap();
+    }
+    for flags in ["--train-iters 4 --load a@2 --save b --overwrite", "--train-iters 6 --save b"] {
+        let stderr = refused(folder, &train(flags), 6);
+        assert!(stderr.contains("RM4023"), "{stderr}");
+    }
+    std::fs::create_dir(folder.join("c")).unwrap();
+    std::os::unix::fs::symlink("../a/iter_0000004", folder.join("c/iter_0000006")).unwrap();
+    let output = remesh(folder, &train("--train-iters 6 --load a@4 --save c"));
+    assert_eq!(output.status.code(), Some(6), "{}", text(&output.stderr));
+    assert_eq!(ok(folder, "digest a@4 --json"), before);
+    assert!(ok(folder, "verify a").starts_with("ok "));
+}
+
+#[test]
+fn a_commit_of_any_length_is_passed_over() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 4 --save run --save-interval 2"));
+    let commit =
+        std::fs::OpenOptions::new().write(true).open(folder.join("run/iter_0000004/checkpoint.json"));
+    commit.unwrap().set_len(6 << 30).unwrap();
+    assert_eq!(ok(folder, "digest run"), ok(folder, "digest run@2"));
 }

@@ -244,7 +244,7 @@ fn a_resume_says_that_its_schedule_has_ended_and_can_leave_it_alone() {
     let line = format!("train {MODEL} --train-iters 4 --load run");
     let output = remesh(folder, &format!("{line} --save ended -q"));
     expect![[r#"
-        the learning rate stays 0 in the rest of the run, 2 steps: the checkpoint's schedule comes down in 2 steps; --lr-decay-iters 4 spreads it over the whole run
+        the learning rate is 0 in the last 2 steps: the checkpoint's schedule comes down in 2 steps; --lr-decay-iters 4 spreads it over the whole run
     "#]]
     .assert_eq(&text(&output.stderr));
     let rates = |run: &str| metrics(folder, run).iter().rev().take(2).map(|line| line.lr).collect::<Vec<_>>();
@@ -308,4 +308,130 @@ fn fast_numerics_and_bf16_are_kept_by_a_resume_which_expects_equal_bits_under_th
           help: give this run the checkpoint's values, or another --save; what is a shape cannot change
     "#]]
     .assert_eq(&refused(folder, &format!("{line} --load run@2 --save other --fp32"), 2));
+}
+
+/// Lines that another branch left in the file prove nothing about this one.
+#[test]
+fn the_first_step_is_compared_with_the_run_that_saved_the_checkpoint() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let train = |iters: u32, flags: &str| {
+        format!("train {MODEL} --lr-decay-iters 8 --train-iters {iters} --save run --save-interval 2 {flags}")
+    };
+    ok(folder, &train(4, ""));
+    // Back to step 2 with another rate, and stopped in the middle: lines of steps 3 to 5, whose checkpoint is then lost.
+    ok(folder, &train(5, "--ckpt-step 2 --overwrite --lr 3e-3"));
+    std::fs::remove_dir_all(folder.join("run/iter_0000005")).unwrap();
+    std::fs::remove_dir_all(folder.join("run/iter_0000004")).unwrap();
+    let said = ok(folder, &train(3, "--strict"));
+    assert!(said.contains("L3 step 3 equals the saved run's, bit for bit"), "{said}");
+    let lines = std::fs::read_to_string(folder.join("run/metrics.jsonl")).unwrap();
+    let runs: std::collections::BTreeSet<String> = lines
+        .lines()
+        .map(|line| {
+            serde_json::from_str::<serde_json::Value>(line).unwrap()["run"].as_str().unwrap().to_owned()
+        })
+        .collect();
+    assert_eq!(runs.len(), 3, "each run's lines have its name");
+}
+
+#[test]
+fn a_longer_run_is_told_where_the_stored_schedule_ends() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 4 --save run --save-interval 2"));
+    std::fs::remove_dir_all(folder.join("run/iter_0000004")).unwrap();
+    let resume = |flags: &str| text(&remesh(folder, &format!("train {MODEL} --load run {flags} -q")).stderr);
+    let said = resume("--train-iters 6");
+    assert!(
+        said.starts_with(
+            "the learning rate is 0 in the last 2 steps: the checkpoint's schedule comes down in 4"
+        ),
+        "{said}"
+    );
+    assert_eq!(resume("--train-iters 4"), "");
+    assert_eq!(resume("--train-iters 6 --lr-decay-iters 6"), "");
+}
+
+/// 257 ids on four ranks: the last one's piece of the vocabulary is padding alone.
+#[test]
+fn a_rank_that_holds_nothing_of_a_tensor_resumes() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    for precision in ["--fp32", "--bf16"] {
+        let train = |iters: u32, flags: &str| {
+            format!(
+                "train {MODEL} --num-attention-heads 4 --lr-decay-iters 4 --train-iters {iters} {precision} {flags}"
+            )
+        };
+        ok(folder, &train(4, &format!("--save straight{precision}")));
+        ok(folder, &train(2, &format!("--save run{precision} --tp 4")));
+        ok(folder, &train(3, &format!("--save run{precision} --tp 4 --strict")));
+        ok(folder, &train(4, &format!("--save run{precision} --weight-shards 4 --strict")));
+        let [run, straight] =
+            ["run", "straight"].map(|run| ok(folder, &format!("digest {run}{precision} --json")));
+        assert_eq!(run, straight);
+    }
+}
+
+#[test]
+fn iterations_to_skip_are_part_of_what_goes_on() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let train = |flags: &str| format!("train {MODEL} --train-iters 6 --save-interval 2 {flags}");
+    ok(folder, &train("--iterations-to-skip 2 4 --save run"));
+    let straight = metrics(folder, "run");
+    std::fs::remove_dir_all(folder.join("run/iter_0000006")).unwrap();
+    std::fs::remove_dir_all(folder.join("run/iter_0000004")).unwrap();
+    let stderr = refused(folder, &train("--save run"), 2);
+    assert!(
+        stderr.contains("iterations-to-skip") && stderr.contains("2, 4") && stderr.contains("none"),
+        "{stderr}"
+    );
+    // The first step that is made is compared, with the line that the saved run has for it.
+    let said = ok(folder, &train("--iterations-to-skip 2 4 --save run --strict"));
+    assert!(said.contains("L3 step 4 equals the saved run's, bit for bit"), "{said}");
+    assert_eq!(metrics(folder, "run")[straight.len()..], straight[2..]);
+    // What is over may be forgotten.
+    ok(folder, &train("--save run").replace("--train-iters 6", "--train-iters 7"));
+    let other = ok(
+        folder,
+        &train("--iterations-to-skip 3 --allow-change iterations-to-skip --load run@2 --save other"),
+    );
+    assert!(other.contains(", verified L0") && other.contains("iterations-to-skip"), "{other}");
+}
+
+/// Masters are the weights of a bf16 run, with all their digits: who leaves moments behind keeps them.
+#[test]
+fn masters_are_no_moments() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let model = MODEL.replace("--lr 1e-2", "");
+    ok(folder, &format!("train {model} --lr 1e-2 --bf16 --train-iters 2 --save a"));
+    let still = "--lr 0 --min-lr 0 --weight-decay 0 --bf16";
+    ok(folder, &format!("train {model} {still} --train-iters 3 --load a --save b --no-load-optim"));
+    ok(folder, &format!("train {model} {still} --train-iters 1 --load a --save c --finetune"));
+    let masters = |run: &str| -> Vec<String> {
+        let said = ok(folder, &format!("digest {run}"));
+        said.lines().filter(|line| line.contains("optimizer.state.param.")).map(str::to_owned).collect()
+    };
+    assert!(!masters("a").is_empty());
+    assert_eq!(masters("a"), masters("b"));
+    assert_eq!(masters("a"), masters("c"));
+}
+
+#[test]
+fn what_is_set_aside_or_contradicts_itself_is_said() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let train = |flags: &str| format!("train {MODEL} --save-interval 2 --lr-decay-iters 8 {flags}");
+    ok(folder, &train("--train-iters 6 --save run"));
+    let output = remesh(folder, &train("--train-iters 4 --load run@2 --save run --overwrite -q"));
+    assert_eq!(
+        text(&output.stderr),
+        "set aside in RUN, as asked: steps 4, 6\n".replace("RUN", &folder.join("run").display().to_string())
+    );
+    let stderr = refused(folder, &train("--train-iters 6 --load run@2 --ckpt-step 4 --save new"), 2);
+    assert!(stderr.contains("`--ckpt-step 4` and `--load run@2` name two steps"), "{stderr}");
+    refused(folder, &train("--train-iters 6 --finetune --save new"), 3);
 }

@@ -274,25 +274,69 @@ fn a_second_signal_ends_a_run_at_once_and_nothing_is_saved() {
     assert!(lines.any(|line| line.starts_with("starting afresh")));
     let id = child.id().to_string();
     send("-USR1", &id);
-    // Of signals that wait together the later is handled first.
-    while is_pending(&id) {
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
-    std::thread::sleep(std::time::Duration::from_millis(100));
+    std::thread::sleep(std::time::Duration::from_millis(1500));
     send("-TERM", &id);
     assert_eq!(child.wait().unwrap().code(), Some(143));
     assert_eq!(ok(folder, "ls run"), "no checkpoints in `run`\n");
+}
+
+#[test]
+fn older_checkpoints_go_as_asked() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let train = |iters: u32, flags: &str| {
+        format!("train {MODEL} --train-iters {iters} --save run --save-interval 1 {flags}")
+    };
+    let said = ok(folder, &train(4, "--most-recent-k 2 --save-retain-interval 3"));
+    assert!(
+        said.lines().any(|line| line.starts_with("saved step 3 ") && line.ends_with("; removed: 1")),
+        "{said}"
+    );
+    let steps = || -> Vec<u64> {
+        let listed: serde_json::Value = serde_json::from_str(&ok(folder, "ls run --json")).unwrap();
+        listed["checkpoints"].as_array().unwrap().iter().map(|row| row["step"].as_u64().unwrap()).collect()
+    };
+    assert_eq!(steps(), [3, 4]);
+    // What it goes on from stays.
+    ok(folder, &train(7, "--most-recent-k 1"));
+    assert_eq!(steps(), [4, 7]);
+    let stderr = refused(folder, &format!("train {MODEL} --train-iters 1 --save-interval 1"), 2);
+    assert!(stderr.contains("`--save-interval` is set, and `--save` is not"), "{stderr}");
+}
+
+/// Forty ranks for some 300 rows: the last of them own nothing.
+#[test]
+fn ranks_that_own_no_row_train_and_save() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let train = |run: &str, ranks: u32| {
+        let line = format!("train {MODEL} --train-iters 2 --save {run} --nproc-per-node {ranks}");
+        ok(folder, &line.replace("--global-batch-size 4", "--global-batch-size 40"));
+        ok(folder, &format!("digest {run} --json"))
+    };
+    assert_eq!(train("many", 40), train("one", 1));
+}
+
+/// As `timeout` sends them, to a process and at once to its group.
+#[test]
+fn two_signals_at_once_are_one_request() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let mut child = command(folder, &format!("train {MODEL} --train-iters 1000000 --save run"))
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line.starts_with("step 1/")));
+    let id = child.id().to_string();
+    send("-TERM", &id);
+    send("-USR1", &id);
+    assert!(lines.any(|line| line.starts_with("saved step ")));
+    assert_eq!(child.wait().unwrap().code(), Some(75));
 }
 
 /// Sends a signal by the shell's own `kill`: a bare system has no other.
 fn send(signal: &str, id: &str) {
     let sent = Command::new("sh").args(["-c", "kill \"$@\"", "sh", signal, id]).status();
     assert!(sent.unwrap().success());
-}
-
-/// Whether a signal waits for the process.
-fn is_pending(id: &str) -> bool {
-    let status = std::fs::read_to_string(format!("/proc/{id}/status")).unwrap();
-    let pending = status.lines().find_map(|line| line.strip_prefix("ShdPnd:")).unwrap();
-    pending.trim().bytes().any(|digit| digit != b'0')
 }

@@ -291,11 +291,11 @@ fn every_setting_is_shown_with_its_origin_and_can_be_fed_back() {
         "seed = 7  # configuration file",
         "lr = 0.01  # command line",
         "tensor_model_parallel_size = 2  # configuration file",
-        "tensor_parallel_num_weight_shards = 2  # built-in",
+        "# tensor_parallel_num_weight_shards = 2  # built-in",
         "train_samples = 8  # command line",
         "hidden_dropout = 0.1  # command line",
-        "adam_beta1 = 0.9  # built-in",
-        "vocab_size = 257  # built-in",
+        "# adam_beta1 = 0.9  # built-in",
+        "# vocab_size = 257  # built-in",
     ] {
         assert!(shown.lines().any(|shown| shown == line), "`{line}` is not in\n{shown}");
     }
@@ -346,7 +346,7 @@ fn settings_that_nobody_says_come_from_the_checkpoint_if_asked_for() {
         "lr_decay_samples = 16  # checkpoint",
         "train_iters = 4  # command line",
         "tensor_model_parallel_size = 2  # command line",
-        "context_parallel_size = 1  # built-in",
+        "# context_parallel_size = 1  # built-in",
     ] {
         assert!(shown.lines().any(|shown| shown == line), "`{line}` is not in\n{shown}");
     }
@@ -388,7 +388,7 @@ fn numbers_that_cannot_be_are_refused_with_what_can() {
         Error: RM6003
 
           × `--allow-change sede`: no setting of that name may change
-          help: these may: norm-epsilon, rotary-base, hidden-dropout, attention-dropout, seq-length, global-batch-size, seed, data, epoch-tail, documents, loss-average, optimizer, numerics
+          help: these may: norm-epsilon, rotary-base, hidden-dropout, attention-dropout, seq-length, global-batch-size, seed, data, epoch-tail, documents, iterations-to-skip, loss-average, optimizer, numerics
     "#]]
     .assert_eq(&refused("--allow-change seed,sede"));
     assert!(!folder.join("run").exists());
@@ -450,4 +450,58 @@ fn values_that_are_names_are_listed() {
     std::fs::write(folder.join("run.toml"), "[data]\nepoch_tail = \"cut\"\n").unwrap();
     let said = refused(folder, "train --config run.toml", 2);
     assert!(said.contains("unknown variant `cut`, expected one of `span`, `drop`, `pad`"), "{said}");
+}
+
+#[test]
+fn all_unknown_flags_are_named_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let stderr = refused(folder.path(), "config check --no-such 3 --num-layers 2 --nor-that=5 --or this", 2);
+    assert!(stderr.starts_with("error: these flags are not known: --no-such --nor-that --or\n"), "{stderr}");
+}
+
+#[test]
+fn a_script_of_megatrons_is_told_which_defaults_it_does_not_get() {
+    let folder = with_tokens();
+    let train = |flags: &str| {
+        let output = remesh(folder.path(), &format!("config check {MODEL} --train-iters 1 {flags}"));
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stderr)
+    };
+    assert_eq!(train(""), "");
+    let said =
+        train("--use-mcore-models --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights");
+    assert!(
+        said.ends_with(
+            "not as by Megatron's defaults, which are --position-embedding-type learned_absolute --add-bias-linear \
+             --lr-decay-style linear\n"
+        ),
+        "{said}"
+    );
+}
+
+/// The file says what was said and no more: flags go over it, and every way to say a batch comes back.
+#[test]
+fn a_shown_configuration_can_be_changed_by_flags() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let model = MODEL.replace("--global-batch-size 4", "");
+    for batch in ["--step-batch-size-schedule 0:4", "--global-batch-size 8 --rampup-batch-size 4 4 8"] {
+        let shown = ok(folder, &format!("config show {model} {batch} --train-iters 2"));
+        std::fs::write(folder.join("shown.toml"), shown).unwrap();
+        ok(folder, "config check --config shown.toml");
+        ok(folder, "config check --config shown.toml --tp 2 --train-iters 9");
+    }
+    let stderr = refused(folder, &format!("config check {MODEL} --train-iters 2 --data-path nowhere"), 3);
+    assert!(stderr.contains("nowhere.idx"), "{stderr}");
+}
+
+#[test]
+fn more_positions_than_memory_are_refused() {
+    let folder = with_tokens();
+    for positions in ["4294967295", "9223372036854775807", "18446744073709551615"] {
+        let learned =
+            format!("--position-embedding-type learned_absolute --max-position-embeddings {positions}");
+        let stderr = refused(folder.path(), &format!("train {MODEL} --train-iters 1 {learned}"), 8);
+        assert!(stderr.contains("RM2050"), "{stderr}");
+    }
 }

@@ -155,7 +155,9 @@ impl MemoryPlan {
         let alive = |index: usize| {
             uses[index].unwrap_or_else(|| panic!("buffer `{}` is never used", buffers[index].name))
         };
-        let mut order: Vec<usize> = (0..slots.len()).filter(|index| !slots[*index].persistent).collect();
+        // Where a rank holds nothing, nothing is done with it.
+        let takes_memory = |index: &usize| !slots[*index].persistent && slots[*index].len > 0;
+        let mut order: Vec<usize> = (0..slots.len()).filter(takes_memory).collect();
         order.sort_by_key(|index| std::cmp::Reverse(slots[*index].len));
         let mut placed: Vec<usize> = Vec::new();
         for index in order {

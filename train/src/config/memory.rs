@@ -1,6 +1,6 @@
 //! The least memory that a run needs, so that what cannot fit is refused before any of it is asked for.
 
-use super::{ConfigError, TrainConfig};
+use super::{ConfigError, PositionEmbedding, TrainConfig};
 
 impl TrainConfig {
     /// Checks that the run can fit in `there` bytes of memory, which its ranks share.
@@ -38,7 +38,12 @@ impl TrainConfig {
         let attention = product(&[2, hidden, channels, heads.saturating_add(groups)]);
         let layer = attention.saturating_add(product(&[2, hidden, ffn]));
         let embeddings = if m.tie_embeddings { 1 } else { 2 };
-        let weights = sum(&[product(&[embeddings, vocabulary, hidden]), product(&[layers, layer])]);
+        let positions = match m.position_embedding {
+            PositionEmbedding::Rope => 0,
+            PositionEmbedding::LearnedAbsolute { max_positions } => max_positions as u64,
+        };
+        let rows = sum(&[product(&[embeddings, vocabulary]), positions]);
+        let weights = sum(&[product(&[rows, hidden]), product(&[layers, layer])]);
         let layout = self.parallel.layout();
         let (ranks, batch) = (u64::from(layout.world_size()), self.parallel.global_batch_size());
         let micro_batch = batch / self.parallel.num_microbatches().max(1);

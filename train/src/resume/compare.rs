@@ -21,7 +21,7 @@ pub struct Difference {
 }
 
 /// Settings that may change where it is allowed by name. The others are shapes.
-pub const CHANGEABLE: [&str; 13] = [
+pub const CHANGEABLE: [&str; 14] = [
     "norm-epsilon",
     "rotary-base",
     "hidden-dropout",
@@ -32,18 +32,20 @@ pub const CHANGEABLE: [&str; 13] = [
     "data",
     "epoch-tail",
     "documents",
+    "iterations-to-skip",
     "loss-average",
     "optimizer",
     "numerics",
 ];
 
 /// Everything that must match between a checkpoint's run and one that goes on from it, and does not.
-/// Layout, `train_iters`, intervals and paths may change without a word.
+/// `iteration` of them are done. Layout, `train_iters`, intervals and paths may change without a word.
 pub fn compare(
     saved: &TrainConfig,
     saved_data: &DataState,
     wanted: &TrainConfig,
     data: &DataState,
+    iteration: u64,
 ) -> Vec<Difference> {
     let (a, b) = (saved, wanted);
     let (m, n) = (&a.model, &b.model);
@@ -77,11 +79,26 @@ pub fn compare(
     let documents =
         |config: &TrainConfig| config.documents.map_or("not told apart".into(), |d| d.to_string());
     rows.compare("documents", &documents(a), &documents(b));
+    let left = |config: &TrainConfig| Left(config.iterations_to_skip.range(iteration..).copied().collect());
+    rows.compare("iterations-to-skip", &left(a), &left(b));
     rows.compare("loss-average", &a.loss_average, &b.loss_average);
     rows.compare("optimizer", &a.optimizer, &b.optimizer);
     rows.compare("numerics", &a.numerics, &b.numerics);
     rows.compare("precision", &a.precision, &b.precision);
     rows.differences
+}
+
+/// Iterations that are left to be passed over.
+#[derive(PartialEq)]
+struct Left(Vec<u64>);
+
+impl fmt::Display for Left {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.is_empty() {
+            true => f.write_str("none"),
+            false => write!(f, "{}", self.0.iter().map(u64::to_string).collect::<Vec<_>>().join(", ")),
+        }
+    }
 }
 
 /// Settings, compared one after another.
@@ -208,7 +225,7 @@ pub struct SchedulerState {
 /// Why the next global batch is not the one that the saved run would have read; `None` if it is. `is_same_batch`: whether the layout
 /// takes as much of the batch that was asked for.
 pub(super) fn other_samples(differences: &[Difference], is_same_batch: bool) -> Option<String> {
-    let deciding = ["data", "seq-length", "global-batch-size", "seed", "epoch-tail"];
+    let deciding = ["data", "seq-length", "global-batch-size", "seed", "epoch-tail", "iterations-to-skip"];
     let mut changed: Vec<_> =
         differences.iter().map(|d| d.field).filter(|field| deciding.contains(field)).collect();
     if changed.is_empty() && !is_same_batch {
@@ -227,7 +244,8 @@ const COUNT_MAX: u64 = 1 << 56;
 pub fn next_sample(commit: &Commit, sampler: &Sampler) -> Result<u64, ResumeError> {
     let counters = &commit.run.counters;
     let consumed = counters.consumed_train_samples;
-    let counted = [consumed, counters.optimizer_steps, counters.tokens, commit.iteration];
+    let scheduled = commit.run.scheduler.get("num_steps").and_then(serde_json::Value::as_u64).unwrap_or(0);
+    let counted = [consumed, counters.optimizer_steps, counters.tokens, commit.iteration, scheduled];
     let refused = |found, expected| Err(ResumeError::Random { found, expected });
     if let Some(count) = counted.into_iter().find(|count| *count > COUNT_MAX) {
         return refused(format!("a count of {count}"), format!("{COUNT_MAX} at most"));

@@ -98,7 +98,7 @@ fn first_missing(missing: &Option<StreamCell>) -> String {
                 "; coordinate (pp {pp}, tp {tp}, position {dp_cp_gtp_remat} of `dp_cp_gtp_remat`) has no cell"
             )
         }
-        None => ", where every coordinate is another rank's".to_owned(),
+        None => "; it has fewer coordinates".to_owned(),
     }
 }
 

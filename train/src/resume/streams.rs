@@ -5,8 +5,9 @@ use crate::rng::StreamName;
 use crate::state::{RunState, Streams};
 use crate::step::Trainer;
 use ckpt::{Differing, LoadPlanError, Mismatch, StoredTensor};
-use mesh::{DType, GroupKind, ProcessGroups, Region, Shape};
+use mesh::{Axis, DType, GroupKind, GroupTable, ParallelLayout, ProcessGroups, Rank, Region, Shape};
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 
 /// What becomes of random streams whose coordinates are not those of the checkpoint. One rule for all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -63,24 +64,27 @@ pub(super) fn load_streams(
         let (key, found) = (key.clone(), stored.shape.clone());
         return Err(ResumeError::StreamShape { key, found, expected: Shape::new(&expected) });
     }
-    let cell = StreamCell::of(groups);
-    let same_grid = saved.axis_sizes() == trainer.config().parallel.layout().axis_sizes();
-    let exists =
-        |cell: &StreamCell| cell.corner().iter().zip(stored.shape.dims()).all(|(at, extent)| at < extent);
+    let wanted = trainer.config().parallel.layout();
+    let predecessor = |rank: &Rank| predecessor(saved, wanted, *rank);
+    // The same on every rank.
+    let missing = groups.table().ranks().iter().find(|rank| predecessor(rank).is_none());
+    let same_grid = saved.axis_sizes() == wanted.axis_sizes() && missing.is_none();
     if !same_grid && resume.rng_policy == RngPolicy::Strict {
-        // The same on every rank.
-        let cells = groups.table().ranks().iter().map(|rank| StreamCell::of(&groups.of(*rank)));
-        let missing = cells.into_iter().find(|cell| !exists(cell));
-        let (saved, wanted) = (*saved, *trainer.config().parallel.layout());
-        return Err(ResumeError::MissingStream { saved, wanted, missing });
+        let missing = missing.map(|rank| StreamCell::of(&groups.of(*rank)));
+        return Err(ResumeError::MissingStream { saved: *saved, wanted: *wanted, missing });
     }
-    let restore = same_grid || (resume.rng_policy == RngPolicy::Existing && exists(&cell));
-    if restore {
+    let keeps = same_grid || resume.rng_policy == RngPolicy::Existing;
+    let kept = predecessor(&groups.rank()).filter(|_| keeps);
+    if let Some(rank) = kept {
+        let table = Arc::new(GroupTable::new(groups.table().model(), saved));
+        let cell = StreamCell::of(&table.for_rank(rank));
         let (lo, hi) = (cell.corner(), cell.corner().map(|at| at + 1));
-        *streams = Streams::from_words(&read_cells(resume, stored, &lo, &hi)?)?;
+        streams.replace_by(Streams::from_words(&read_cells(resume, stored, &lo, &hi)?)?);
     }
+    let restore = kept.is_some();
     if same_grid {
-        return Ok(Continued { is_whole: true, cells: true, note: None });
+        let cells = saved.sizes().order == wanted.sizes().order;
+        return Ok(Continued { is_whole: true, cells, note: None });
     }
     // One rank looks through all cells: streams that nobody drew from lose nothing when they are derived.
     let is_first = groups.rank() == groups.table().ranks()[0];
@@ -94,6 +98,15 @@ pub(super) fn load_streams(
         kept => format!("{kept} ranks kept their random streams, {} derived new ones", all - kept),
     };
     Ok(Continued { is_whole: !drawn, cells: false, note: Some(note) })
+}
+
+/// The rank of `saved` that had the coordinates which `rank` has in `wanted`, dense and of experts.
+fn predecessor(saved: &ParallelLayout, wanted: &ParallelLayout, rank: Rank) -> Option<Rank> {
+    let coordinate = |axis| wanted.grid().coordinate(rank, axis);
+    let found = saved.grid().rank(coordinate)?;
+    let experts = (wanted.expert_grid(), saved.expert_grid());
+    let is_same = |axis| experts.0.coordinate(rank, axis) == experts.1.coordinate(found, axis);
+    [Axis::Etp, Axis::Ep, Axis::Egtp].into_iter().all(is_same).then_some(found)
 }
 
 impl StreamCell {
@@ -138,4 +151,42 @@ fn read_cells(
     let mut words = vec![0u32; region.numel() as usize];
     resume.source.read_box(&stored.key, &region, bytemuck::cast_slice_mut(&mut words))?;
     Ok(words)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mesh::{ConfiguredCp, LayoutSizes, RankOrder};
+
+    fn layout(order: RankOrder, dp: u32) -> ParallelLayout {
+        ParallelLayout::new(LayoutSizes {
+            world_size: 8 * dp,
+            rank_offset: 0,
+            tp: 2,
+            pp: 1,
+            cp: ConfiguredCp(2),
+            gtp: 2,
+            gtp_sequence_shards: 1,
+            order,
+        })
+        .expect("8 · DP ranks")
+    }
+
+    #[test]
+    fn another_order_of_ranks_moves_every_cell_with_its_coordinates() {
+        let saved = layout(RankOrder::GtpInsideCp, 2);
+        let wanted = layout(RankOrder::CpInsideGtp, 2);
+        let mut moved = 0;
+        for rank in wanted.grid().ranks() {
+            let found = predecessor(&saved, &wanted, rank).unwrap();
+            for (axis, _) in wanted.grid().axes() {
+                assert_eq!(saved.grid().coordinate(found, *axis), wanted.grid().coordinate(rank, *axis));
+            }
+            moved += usize::from(found != rank);
+        }
+        assert_eq!(moved, 8, "where CP and GTP shard are not equal");
+        let grown = layout(RankOrder::CpInsideGtp, 3);
+        let without = grown.grid().ranks().filter(|rank| predecessor(&saved, &grown, *rank).is_none());
+        assert_eq!(without.collect::<Vec<_>>(), (16..24).map(Rank).collect::<Vec<_>>());
+    }
 }

@@ -3,7 +3,7 @@
 use crate::config::{Numerics, TrainConfig};
 use crate::data::{Blend, Sampler, TokenFileError};
 use crate::evaluate::Evaluator;
-use crate::resume::{Continuation, DataState, Resume, next_sample};
+use crate::resume::{Continuation, DataState, Resume, SavedRun, next_sample};
 use crate::run::RunError;
 use mesh::ProcessGroups;
 
@@ -55,10 +55,14 @@ impl<'a> Trainable<'a> {
         self.config
     }
 
+    /// The run that goes on; `None` where there is none, or a new one takes only weights.
+    pub fn saved(&self) -> Option<&SavedRun> {
+        self.from.as_ref().and_then(Continuation::saved)
+    }
+
     /// What makes the next step another one than the saved run's, although the state is the same.
     pub fn changes(&self) -> Vec<String> {
-        let Some(from) = &self.from else { return Vec::new() };
-        let Some(saved) = from.saved() else { return Vec::new() };
+        let (Some(from), Some(saved)) = (&self.from, self.saved()) else { return Vec::new() };
         let mut changes: Vec<String> = from.differences().iter().map(|d| d.field.to_owned()).collect();
         if saved.config.schedule != self.config.schedule {
             changes.push("schedule".to_owned());

@@ -92,8 +92,9 @@ impl Adder for FixedPoint {
         widest(
             #[inline(always)]
             || {
-                for (row, values) in product.chunks_exact(acc.cols).enumerate() {
-                    self.add(acc.row(row), values);
+                let cols = acc.cols;
+                for row in 0..acc.rows {
+                    self.add(acc.row(row), &product[row * cols..][..cols]);
                 }
             },
         );

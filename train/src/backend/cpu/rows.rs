@@ -156,16 +156,20 @@ pub(super) fn round_to_bf16(mut x: MatrixMut<'_, f32>) {
 
 /// BF16 is the upper half of f32.
 pub(super) fn upload_bf16(bytes: &[u8], mut dst: MatrixMut<'_, f32>) {
-    for (row, bytes) in bytes.chunks_exact(2 * dst.cols).enumerate() {
-        for (dst, [low, high]) in dst.row(row).iter_mut().zip(bytes.as_chunks().0) {
+    let row_bytes = dst.cols * 2;
+    for row in 0..dst.rows {
+        let bytes = bytes[row * row_bytes..][..row_bytes].as_chunks().0;
+        for (dst, [low, high]) in dst.row(row).iter_mut().zip(bytes) {
             *dst = f32::from_le_bytes([0, 0, *low, *high]);
         }
     }
 }
 
 pub(super) fn download_bf16(src: Matrix<'_, f32>, bytes: &mut [u8]) {
-    for (src, bytes) in src.iter().zip(bytes.chunks_exact_mut(2 * src.cols)) {
-        for (src, bytes) in src.iter().zip(bytes.as_chunks_mut().0) {
+    let row_bytes = src.cols * 2;
+    for (row, src) in src.iter().enumerate() {
+        let bytes = bytes[row * row_bytes..][..row_bytes].as_chunks_mut().0;
+        for (src, bytes) in src.iter().zip(bytes) {
             let [_, _, low, high] = src.to_le_bytes();
             *bytes = [low, high];
         }

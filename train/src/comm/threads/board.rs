@@ -168,10 +168,11 @@ impl LocalBoard {
         let mut state = self.lock();
         let (rank, wake) = (state.threads[thread.0].rank, Arc::clone(&state.threads[thread.0].wake));
         loop {
-            state.check()?;
+            // What is whole is taken even if somebody has failed since: all members then know the same.
             if state.is_whole(group, sequence) {
                 return Ok(state);
             }
+            state.check()?;
             state.threads[thread.0].status = Status::Blocked { group, sequence };
             if state.is_stuck() {
                 return Err(state.fail_deadlocked(rank));

@@ -1,0 +1,78 @@
+//! `remesh env`: a block about program and machine, to paste into a report.
+
+use crate::commands::doctor::Diagnosis;
+use crate::output::{Output, table};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::process::ExitCode;
+
+/// Variables that change what the program or its libraries do; nothing that may hold a secret.
+const VARIABLES: [&str; 14] = [
+    "CUDA_HOME",
+    "CUDA_VISIBLE_DEVICES",
+    "LD_LIBRARY_PATH",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NCCL_DEBUG",
+    "NO_COLOR",
+    "OMP_NUM_THREADS",
+    "RANK",
+    "RUST_LOG",
+    "VIRTUAL_ENV",
+    "WORLD_SIZE",
+];
+
+#[derive(Serialize)]
+struct Environment {
+    schema: &'static str,
+    version: &'static str,
+    system: String,
+    /// As many as this process may use.
+    cores: Option<usize>,
+    memory_bytes: Option<u64>,
+    variables: BTreeMap<&'static str, String>,
+    #[serde(flatten)]
+    devices: Diagnosis,
+}
+
+/// Prints it.
+pub(crate) fn run(output: &Output) -> anyhow::Result<ExitCode> {
+    let read = |path: &str| std::fs::read_to_string(path).ok();
+    let name = read("/etc/os-release").and_then(|text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("PRETTY_NAME="))?;
+        Some(line.trim_matches('"').to_owned())
+    });
+    let kernel = read("/proc/sys/kernel/osrelease");
+    let words = [name.as_deref(), Some(std::env::consts::OS), kernel.as_deref().map(str::trim)];
+    let value = |name| Some((name, std::env::var(name).ok()?));
+    output.result(&Environment {
+        schema: "remesh.env/1",
+        version: env!("CARGO_PKG_VERSION"),
+        system: [&words.into_iter().flatten().collect::<Vec<_>>().join(" "), std::env::consts::ARCH]
+            .join(" "),
+        cores: std::thread::available_parallelism().ok().map(Into::into),
+        memory_bytes: crate::memory::of_this_process(),
+        variables: VARIABLES.into_iter().filter_map(value).collect(),
+        devices: Diagnosis::found(),
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+impl fmt::Display for Environment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let unknown = || "unknown".to_owned();
+        let fixed = [
+            ("remesh", self.version.to_owned()),
+            ("system", self.system.clone()),
+            ("cores", self.cores.map_or_else(unknown, |cores| cores.to_string())),
+            ("memory", self.memory_bytes.map_or_else(unknown, crate::output::human_bytes)),
+        ];
+        let variables = self.variables.iter().map(|(name, value)| (*name, value.clone()));
+        let row = |(name, value): (&str, String)| vec![name.to_owned(), value];
+        f.write_str(&table(&fixed.into_iter().chain(variables).map(row).collect::<Vec<_>>()))?;
+        self.devices.fmt(f)
+    }
+}
