@@ -1,8 +1,12 @@
-//! Files of text as documents: a whole file, its lines, or one string of each line of JSON; through gzip where the name says so.
+//! Files of text as documents: a whole file, its lines, one string of each line of JSON, or a column of a Parquet file; text through
+//! gzip or Zstandard where the name says so.
+
+mod parquet;
 
 use crate::report::Refusal;
 use anyhow::Context;
 use flate2::bufread::MultiGzDecoder;
+use parquet::Column;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -21,6 +25,8 @@ pub(crate) enum InputFormat {
     Lines,
     /// An object of JSON a line, with the text under --json-key.
     Jsonl,
+    /// A row each, with the text in the column --json-key.
+    Parquet,
 }
 
 /// A document as it was read.
@@ -36,18 +42,20 @@ pub(crate) struct Document {
 #[derive(Clone, Debug)]
 pub(crate) struct Place {
     file: Arc<Path>,
-    line: Option<u64>,
+    /// A line or a row of it, counted from 1.
+    part: Option<(&'static str, u64)>,
 }
 
 type Documents = Box<dyn Iterator<Item = anyhow::Result<Document>>>;
 
-/// The documents of `files`, in order. What follows an error is not to be used.
+/// The documents of `files`, in order; `key` is that of a column. What follows an error is not to be used.
 pub(crate) fn read(
     files: &[PathBuf],
     format: Option<InputFormat>,
+    key: &str,
 ) -> impl Iterator<Item = anyhow::Result<Document>> {
     files.iter().flat_map(move |file| {
-        documents(file, format).unwrap_or_else(|error| Box::new(std::iter::once(Err(error))))
+        documents(file, format, key).unwrap_or_else(|error| Box::new(std::iter::once(Err(error))))
     })
 }
 
@@ -86,13 +94,15 @@ pub(crate) fn find(patterns: &[String]) -> anyhow::Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-fn documents(file: &Path, format: Option<InputFormat>) -> anyhow::Result<Documents> {
-    let (mut text, format) = (open(file)?, format.unwrap_or_else(|| format_of(file)));
-    let place = Place { file: file.into(), line: None };
+fn documents(file: &Path, format: Option<InputFormat>, key: &str) -> anyhow::Result<Documents> {
+    let format = format.unwrap_or_else(|| format_of(file));
+    let place = Place { file: file.into(), part: None };
     let document = move |place: Place, bytes: io::Result<Vec<u8>>| -> anyhow::Result<Document> {
-        // Bytes that gzip cannot undo are bad data, where the system's word is of a bad name.
+        // Bytes that gzip or Zstandard cannot undo are bad data, where the system's word is of a bad name.
         let bytes = bytes.map_err(|error| match error.kind() {
-            io::ErrorKind::InvalidInput => io::Error::new(io::ErrorKind::InvalidData, error),
+            io::ErrorKind::InvalidInput | io::ErrorKind::Other => {
+                io::Error::new(io::ErrorKind::InvalidData, error)
+            }
             _ => error,
         });
         let bytes = bytes.with_context(|| format!("reading {place}"))?;
@@ -106,7 +116,18 @@ fn documents(file: &Path, format: Option<InputFormat>) -> anyhow::Result<Documen
         }
         Ok(Document { place, format, bytes })
     };
-    let limit = DOCUMENT_BYTES_MAX + 1;
+    if format == InputFormat::Parquet {
+        let rows = (1..).zip(Column::open(file, key)?).map(move |(row, text)| {
+            let place = Place { part: Some(("row", row)), ..place.clone() };
+            let Some(bytes) = text? else {
+                let message = format!("{place} has no text");
+                return Err(Refusal::new("RM1028", message, "leave rows without text out of the file").into());
+            };
+            document(place, Ok(bytes))
+        });
+        return Ok(Box::new(rows));
+    }
+    let (mut text, limit) = (open(file)?, DOCUMENT_BYTES_MAX + 1);
     if format == InputFormat::Text {
         let mut bytes = Vec::new();
         let read = text.take(limit).read_to_end(&mut bytes);
@@ -119,7 +140,8 @@ fn documents(file: &Path, format: Option<InputFormat>) -> anyhow::Result<Documen
         if bytes.last() == Some(&b'\n') {
             bytes.truncate(bytes.len() - if bytes.ends_with(b"\r\n") { 2 } else { 1 });
         }
-        (!is_end).then(|| document(Place { line: Some(line), ..place.clone() }, read.map(|_| bytes)))
+        let place = Place { part: Some(("line", line)), ..place.clone() };
+        (!is_end).then(|| document(place, read.map(|_| bytes)))
     });
     let is_empty = |document: &Document| document.bytes.iter().all(u8::is_ascii_whitespace);
     Ok(Box::new(lines.filter(move |line| !line.as_ref().is_ok_and(is_empty))))
@@ -128,29 +150,32 @@ fn documents(file: &Path, format: Option<InputFormat>) -> anyhow::Result<Documen
 fn open(file: &Path) -> anyhow::Result<Box<dyn BufRead>> {
     let opened = File::open(file).with_context(|| format!("opening `{}`", file.display()))?;
     let bytes = BufReader::new(opened);
-    Ok(match is_gzip(file) {
-        true => Box::new(BufReader::new(MultiGzDecoder::new(bytes))),
-        false => Box::new(bytes),
+    Ok(match extension(file) {
+        Some("gz") => Box::new(BufReader::new(MultiGzDecoder::new(bytes))),
+        Some("zst") => Box::new(BufReader::new(zstd::Decoder::with_buffer(bytes)?)),
+        _ => Box::new(bytes),
     })
 }
 
-fn is_gzip(file: &Path) -> bool {
-    file.extension().is_some_and(|extension| extension == "gz")
+fn extension(file: &Path) -> Option<&str> {
+    file.extension()?.to_str()
 }
 
 /// By the name, without what says how it is compressed.
 fn format_of(file: &Path) -> InputFormat {
-    let name = if is_gzip(file) { file.with_extension("") } else { file.to_owned() };
-    match name.extension().and_then(|extension| extension.to_str()) {
+    let is_packed = matches!(extension(file), Some("gz" | "zst"));
+    let name = if is_packed { file.with_extension("") } else { file.to_owned() };
+    match extension(&name) {
         Some("jsonl" | "ndjson") => InputFormat::Jsonl,
+        Some("parquet") => InputFormat::Parquet,
         _ => InputFormat::Text,
     }
 }
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.line {
-            Some(line) => write!(f, "line {line} of `{}`", self.file.display()),
+        match self.part {
+            Some((part, number)) => write!(f, "{part} {number} of `{}`", self.file.display()),
             None => write!(f, "`{}`", self.file.display()),
         }
     }

@@ -79,7 +79,7 @@ impl Encoder {
     /// The ids of a document.
     pub(crate) fn encode(&self, document: &Document) -> anyhow::Result<Vec<u32>> {
         let bytes = match document.format {
-            InputFormat::Text | InputFormat::Lines => Cow::from(&document.bytes),
+            InputFormat::Text | InputFormat::Lines | InputFormat::Parquet => Cow::from(&document.bytes),
             InputFormat::Jsonl => Cow::from(self.text_of_json(document)?.into_bytes()),
         };
         let ids: Vec<u32> = match &self.huggingface {

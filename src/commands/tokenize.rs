@@ -34,10 +34,10 @@ pub(crate) struct TokenizeArgs {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true)]
     #[arg(default_value_t = true, default_missing_value = "true", action = clap::ArgAction::Set)]
     append_eod: bool,
-    /// What the files hold [default: by the name, jsonl for .jsonl and .ndjson, else text]
+    /// What the files hold [default: by the name, jsonl for .jsonl and .ndjson, parquet for .parquet, else text]
     #[arg(long, value_enum, value_name = "FORMAT")]
     input_format: Option<InputFormat>,
-    /// Where the text is in an object of JSON
+    /// Where the text is in an object of JSON, or in which column of a Parquet file
     #[arg(long, value_name = "KEY", default_value = "text")]
     json_key: String,
     /// Replace a token file that is there
@@ -66,7 +66,7 @@ pub(crate) fn run(args: &TokenizeArgs, output: &Output) -> anyhow::Result<ExitCo
     let existing = if args.force { Existing::Replace } else { Existing::Keep };
     let mut writer =
         TokenWriter::create(&args.output, encoder.tokenizer.clone(), existing).with_context(writing)?;
-    let mut read = documents::read(&files, args.input_format);
+    let mut read = documents::read(&files, args.input_format, &args.json_key);
     let mut num_documents = 0;
     loop {
         let batch = next_batch(&mut read)?;

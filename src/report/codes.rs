@@ -74,6 +74,9 @@ codes! {
     "RM1030" 2 "token files of different tokenizers"
     "An id has one meaning in a run: what `PREFIX.tokenizer.json` says must be the same for all files of `--data-path`. Tokenize all text \
      with one tokenizer."
+    "RM1031" 6 "a Parquet file cannot be read"
+    "It is damaged, or its columns are packed in a way that is not understood: Snappy, gzip and Zstandard are. The message has the \
+     reader's words."
 
     "RM2001" 2 "sizes of a layout that do not divide"
     "World size = TP × PP × CP × GTP × DP, weight shards = TP × GTP, sequence shards = SP degree × shards inside GTP; all of them \

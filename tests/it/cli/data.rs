@@ -323,6 +323,53 @@ fn lines_json_and_gzip_give_a_document_each() {
     refused(folder, "data tokenize nothing/*.txt -o cut", 3);
 }
 
+/// What pyarrow wrote, packed in each way that is understood, in several row groups, with a dictionary and with several columns.
+#[test]
+fn a_column_of_parquet_gives_a_document_a_row() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let fixtures = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/parquet");
+    let texts = std::fs::read_to_string(format!("{fixtures}/texts.jsonl")).unwrap();
+    std::fs::write(folder.join("texts.jsonl"), &texts).unwrap();
+    ok(folder, "data tokenize texts.jsonl --json-key body -o expected");
+    for name in ["plain", "snappy", "gzip", "zstd"] {
+        ok(folder, &format!("data tokenize {fixtures}/{name}.parquet --json-key body -o {name}"));
+        assert_eq!(ids(&folder.join(name)), ids(&folder.join("expected")), "{name}");
+    }
+    std::fs::write(folder.join("texts.jsonl.zst"), zstd::encode_all(texts.as_bytes(), 1).unwrap()).unwrap();
+    ok(folder, "data tokenize texts.jsonl.zst --json-key body -o zst");
+    assert_eq!(ids(&folder.join("zst")), ids(&folder.join("expected")));
+
+    let cut = std::fs::read(format!("{fixtures}/plain.parquet")).unwrap();
+    std::fs::write(folder.join("cut.parquet"), &cut[..cut.len() - 9]).unwrap();
+    std::fs::copy(format!("{fixtures}/nulls.parquet"), folder.join("nulls.parquet")).unwrap();
+    let zst = std::fs::read(folder.join("texts.jsonl.zst")).unwrap();
+    std::fs::write(folder.join("cut.jsonl.zst"), &zst[..zst.len() / 2]).unwrap();
+    let said =
+        ["nulls.parquet", "nulls.parquet --json-key body", "cut.parquet", "cut.jsonl.zst --json-key body"]
+            .map(|flags| refused(folder, &format!("data tokenize {flags} -o tokens"), 6));
+    expect![[r#"
+        Error: RM1028
+
+          × `nulls.parquet`: no column of strings `text`; there is `body`, `title`
+          help: name the column with --json-key
+        Error: RM1028
+
+          × row 2 of `nulls.parquet` has no text
+          help: leave rows without text out of the file
+        Error: RM1031
+
+          × `cut.parquet`: Parquet error: Invalid Parquet file. Corrupt footer
+          help: fetch or write it anew; Snappy, gzip and Zstandard are understood
+        Error: RM1011
+
+          × reading line 1 of `cut.jsonl.zst`
+          ╰─▶ incomplete frame
+          help: the file is cut short or of another kind; write it anew
+    "#]]
+    .assert_eq(&said.concat());
+}
+
 #[test]
 fn a_line_that_is_no_document_is_named_with_the_way_out() {
     let folder = tempfile::tempdir().unwrap();
