@@ -131,7 +131,7 @@ fn canonical_bf16_gives_the_same_bits_under_other_layouts_and_after_a_resume() {
 
 /// Masters are what is updated; the model's weights are their nearest neighbours in bf16.
 #[test]
-fn bf16_weights_are_their_rounded_masters_and_become_them_where_none_are_loaded() {
+fn bf16_weights_are_their_rounded_masters_which_a_finetune_takes_too() {
     let folder = tempfile::tempdir().unwrap();
     let tokens = support::token_file(folder.path(), 6000);
     let config = config(layout(2, false, 1, 1, 1, 2), None, Precision::Bf16);
@@ -158,22 +158,13 @@ fn bf16_weights_are_their_rounded_masters_and_become_them_where_none_are_loaded(
     }
     assert!(inexact > 1000, "masters keep what bf16 does not");
 
-    // A new run of no learning from the weights alone: masters are what the weights were.
+    // A new run of no learning: its weights are the saved ones with all their digits, which is what masters are.
     let mut new = TrainConfig { train_iters: 1, ..config };
     new.schedule.max_lr = 0.0;
     let target = Store::open("memory://").unwrap();
     let finetune = |resume: &mut train::resume::Resume| resume.selection = train::resume::Selection::FINETUNE;
     train(&new, &tokens, &target, Some(&saved), 0, finetune).unwrap();
-    for ((new_master, new_weight), (_, weight)) in rounded(&target.checkpoint(1).unwrap()).iter().zip(&pairs)
-    {
-        assert_eq!(new_weight, weight);
-        let widened = weight
-            .as_chunks::<2>()
-            .0
-            .iter()
-            .flat_map(|w| half::bf16::from_le_bytes(*w).to_f32().to_le_bytes());
-        assert_eq!(*new_master, widened.collect::<Vec<u8>>());
-    }
+    assert_eq!(rounded(&target.checkpoint(1).unwrap()), pairs);
 }
 
 #[test]
