@@ -11,7 +11,7 @@ use crate::report::{Refusal, exit_code, failure, is_damage};
 use crate::start::{self, Start};
 use anyhow::Context;
 use ckpt::{Checkpoint, OpenError, Saver};
-use mesh::{ParallelConfig, Source};
+use mesh::{ParallelConfig, Rank, Source};
 use progress::{Line, Progress};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::flag;
@@ -77,8 +77,8 @@ pub(crate) fn run(command: TrainCommand, output: &Output) -> anyhow::Result<Exit
     }
 }
 
-/// Trains as one of several processes. A failure is printed where it happened and by rank 0, and damage in the latest checkpoint
-/// ends the job: ranks cannot each go back by themselves.
+/// Trains as one of several processes. A failure is printed where it happened and by rank 0, that of rank 0 by rank 1, and damage in
+/// the latest checkpoint ends the job: ranks cannot each go back by themselves.
 fn run_rank(
     command: TrainCommand,
     launch: &Launch,
@@ -89,8 +89,14 @@ fn run_rank(
     let start = start::find(&said.args.checkpoint, None)?;
     match train_from(&said, &start, &[], Some(launch), signals, output) {
         Ok(end) => Ok(signals.exit_code(end, said.args.checkpoint.save.is_some())),
-        Err(error) if !launch.is_first() && error.is::<CommError>() => Ok(exit_code(&error)),
-        Err(error) => Err(error),
+        Err(error) => {
+            let told_by = match error.downcast_ref::<CommError>() {
+                Some(CommError::PeerFailed { rank: Rank(0), .. }) => Rank(1),
+                Some(_) => Rank(0),
+                None => launch.rank,
+            };
+            if launch.rank == told_by { Err(error) } else { Ok(exit_code(&error)) }
+        }
     }
 }
 

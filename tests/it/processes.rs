@@ -154,6 +154,24 @@ fn a_killed_rank_ends_the_others_and_is_named() {
 }
 
 #[test]
+fn rank_1_tells_that_rank_0_is_gone() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let agent = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = agent.local_addr().unwrap().port();
+    let line = format!("{RUN} --train-iters 100000 --log-dir log");
+    let [first, second] =
+        [0, 1].map(|rank| Running::start(&mut under_torchrun(folder, &line, rank, 2, port)));
+    let log = folder.join("log/metrics.jsonl");
+    wait_until("no step was made", || std::fs::read_to_string(&log).is_ok_and(|log| log.lines().count() > 2));
+    signal("KILL", first.id());
+    let output = second.output();
+    let said = text(&output.stderr);
+    assert!(said.contains("rank 0 failed: the process that the job meets at"), "{said}");
+    assert_eq!(output.status.code(), Some(70), "{said}");
+}
+
+#[test]
 fn a_signal_to_the_launcher_saves_and_ends_all() {
     let folder = with_tokens();
     let folder = folder.path();
