@@ -169,10 +169,14 @@ impl LocalBoard {
         let (rank, wake) = (state.threads[thread.0].rank, Arc::clone(&state.threads[thread.0].wake));
         loop {
             // What is whole is taken even if somebody has failed since: all members then know the same.
-            if state.is_whole(group, sequence) {
+            let is_kept = state.groups[group.0].cells.contains_key(&sequence);
+            if is_kept && state.is_whole(group, sequence) {
                 return Ok(state);
             }
             state.check()?;
+            if !is_kept {
+                return Ok(state);
+            }
             state.threads[thread.0].status = Status::Blocked { group, sequence };
             if state.is_stuck() {
                 return Err(state.fail_deadlocked(rank));
