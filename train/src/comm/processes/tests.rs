@@ -217,7 +217,7 @@ fn behind_torchrun_ranks_find_the_hub_past_its_agent_and_past_other_jobs() {
             let value = match name {
                 "RANK" | "LOCAL_RANK" => rank.to_string(),
                 "WORLD_SIZE" => "2".into(),
-                "MASTER_ADDR" => "localhost".into(),
+                "MASTER_ADDR" => "127.0.0.1".into(),
                 "MASTER_PORT" => port.to_string(),
                 "TORCHELASTIC_RUN_ID" => "run".into(),
                 _ => return None,
