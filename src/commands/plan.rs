@@ -18,7 +18,7 @@ pub(crate) struct PlanArgs {
     /// RUN, RUN@STEP or the folder of a step
     #[arg(value_name = "CKPT")]
     checkpoint: Location,
-    /// Ranks of the job [default: as saved; with --data-parallel-size TP × PP × CP × GTP × DP]. Without this and any degree the
+    /// Ranks of the job [default: as `train` has it, TP × PP × CP × GTP × DP]. Without this and any degree the
     /// saved layout is planned
     #[arg(long, visible_alias = "nproc-per-node", value_name = "RANKS")]
     world_size: Option<u32>,
@@ -139,14 +139,12 @@ pub(crate) fn run(args: &PlanArgs, output: &Output) -> anyhow::Result<ExitCode> 
         seq_length: None,
         ..args.parallel.clone()
     };
-    let stored = match (args.world_size, layout == ParallelArgs::default()) {
-        (None, true) => ParallelArgs::from(&saved.parallel),
-        _ => batch,
-    };
+    let is_saved = args.world_size.is_none() && layout == ParallelArgs::default();
+    let stored = if is_saved { ParallelArgs::from(&saved.parallel) } else { batch };
     let said = MergedArgs::of(&[(Source::CommandLine, args.parallel.clone()), (Source::Checkpoint, stored)]);
-    let world_size = match (args.world_size, args.parallel.data_parallel_size) {
-        (None, None) => saved.parallel.layout().world_size(),
-        (world_size, _) => resolve::world_size(world_size, said.args()),
+    let world_size = match is_saved {
+        true => saved.parallel.layout().world_size(),
+        false => resolve::world_size(args.world_size, said.args()),
     };
     let target = said.resolve(world_size, 0)?;
     let consumed = checkpoint.commit().run.counters.consumed_train_samples;

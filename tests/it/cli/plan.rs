@@ -110,10 +110,11 @@ fn a_plan_tells_the_bytes_that_the_resume_then_reads() {
     ok(folder, &format!("train {model} --train-iters 1 --dp 2 --nproc-per-node 2 --save run"));
     for layout in ["--tp 2 --sp", "--weight-shards 4", "--cp 2"] {
         let plan: serde_json::Value =
-            serde_json::from_str(&ok(folder, &format!("plan run --json {layout} --dp 1"))).unwrap();
-        let run = ok(folder, &format!("train {model} --train-iters 2 --load run --json {layout} --dp 1"));
+            serde_json::from_str(&ok(folder, &format!("plan run --json {layout}"))).unwrap();
+        let run = ok(folder, &format!("train {model} --train-iters 2 --load run --json {layout}"));
         let resumed: serde_json::Value = serde_json::from_str(run.lines().next().unwrap()).unwrap();
         assert_eq!(resumed["event"], "resumed", "{layout}");
+        assert_eq!(plan["target"], resumed["layout"], "the same flags are the same job");
         assert_eq!(plan["bytes_read"], resumed["bytes"], "{layout}");
         assert!(plan["bytes_read"].as_u64() > plan["bytes"]["wanted"].as_u64(), "{layout}");
     }
