@@ -14,5 +14,5 @@ mod plan;
 pub use hf::{HfActivation, HfConfigError, HfFamily, HfModel, TensorMap};
 pub use plan::{
     Bytes, CutChange, FoldChange, LayoutChange, LayoutChangeError, NumberChange, RandomStreams, RankChange,
-    TensorChange, UndividedTensor, plan_layout_change,
+    Target, TensorChange, UndividedTensor, plan_layout_change,
 };

@@ -182,8 +182,29 @@ impl UndividedTensor {
     }
 }
 
-/// What changes when the state in `catalog`, saved under `saved`, is loaded under `target`, where `split` divides the layers
-/// over `num_chunks` chunks of each pipeline stage. The saved layers are taken to be divided evenly.
+/// The layout that goes on, and how it divides the state.
+#[derive(Clone, Copy, Debug)]
+pub struct Target<'a> {
+    /// Its degrees.
+    pub layout: &'a ParallelLayout,
+    /// Chunks of layers of each pipeline stage.
+    pub num_chunks: u32,
+    /// How the layers are divided over the chunks.
+    pub split: &'a PipelineSplit,
+    /// How it divides tensors, where that is known. What is not here, or has another shape, is divided as it was saved.
+    pub placements: &'a HashMap<TensorKey, Placement>,
+}
+
+impl<'a> Target<'a> {
+    /// How it divides a tensor of the checkpoint.
+    fn placement(&self, tensor: &'a StoredTensor) -> Option<&'a Placement> {
+        let known = self.placements.get(&tensor.key).filter(|placement| placement.shape() == tensor.shape);
+        known.or(tensor.placement.as_ref())
+    }
+}
+
+/// What changes when the state in `catalog`, saved under `saved`, is loaded under `target`. The saved layers are taken to be
+/// divided evenly.
 ///
 /// A checkpoint that does not say what is on which stage is counted as if every stage held every tensor.
 ///
@@ -192,33 +213,33 @@ impl UndividedTensor {
 pub fn plan_layout_change(
     catalog: &Catalog,
     saved: &ParallelLayout,
-    target: &ParallelLayout,
-    num_chunks: u32,
-    split: &PipelineSplit,
+    target: &Target,
 ) -> Result<LayoutChange, LayoutChangeError> {
+    let Target { layout, num_chunks, split, .. } = *target;
     let num_layers = num_layers(catalog);
     let pipeline = |layout: &ParallelLayout, num_chunks, split| match (layout.pp(), num_layers) {
         (1, _) | (_, 0) => Ok(None),
         (num_stages, _) => Pipeline::new(num_layers, num_stages, num_chunks, split).map(Some),
     };
     let saved_pipeline = pipeline(saved, 1, &PipelineSplit::EVEN).unwrap_or_default();
-    let told_apart = (saved.pp() == 1 || saved_pipeline.is_some()) && (target.pp() == 1 || num_layers > 0);
+    let told_apart = (saved.pp() == 1 || saved_pipeline.is_some()) && (layout.pp() == 1 || num_layers > 0);
     let sides = Sides {
         saved: Side::new(saved, saved_pipeline),
-        target: Side::new(target, pipeline(target, num_chunks, split)?),
+        target: Side::new(layout, pipeline(layout, num_chunks, split)?),
     };
     let no_bytes = |rank| RankChange { rank, bytes: Bytes::default() };
-    let mut ranks: Vec<RankChange> = target.grid().ranks().map(no_bytes).collect();
+    let mut ranks: Vec<RankChange> = layout.grid().ranks().map(no_bytes).collect();
     let mut tensors = Vec::new();
     // Tensors share few placements, and a placement costs a division on every rank.
     let mut divisions: HashMap<[Placement; 2], Vec<Overlap>> = HashMap::new();
     for tensor in catalog.tensors().iter().filter(|tensor| tensor.kind != StateKind::Rng) {
         let element_bytes = tensor.dtype.size_bytes() as u64;
         let unplaced;
-        let overlaps = match &tensor.placement {
-            Some(placement) => match divisions.entry(sides.representatives(placement)) {
+        let placements = tensor.placement.as_ref().zip(target.placement(tensor));
+        let overlaps = match placements {
+            Some((saved, wanted)) => match divisions.entry(sides.representatives(saved, wanted)) {
                 Entry::Occupied(known) => known.into_mut(),
-                Entry::Vacant(new) => new.insert(sides.divide(&tensor.key, placement)?),
+                Entry::Vacant(new) => new.insert(sides.divide(&tensor.key, saved, wanted)?),
             },
             None => {
                 unplaced = vec![Overlap { wanted: tensor.shape.numel(), held: 0, kept: 0 }; ranks.len()];
@@ -236,7 +257,7 @@ pub fn plan_layout_change(
             kind: tensor.kind,
             tensor_bytes: tensor.raw_bytes(),
             copies: all.wanted.checked_div(tensor.raw_bytes()).unwrap_or(0),
-            cut: match &tensor.placement {
+            cut: match placements {
                 None => CutChange::Unknown,
                 Some(_) if overlaps.iter().all(Overlap::is_unchanged) => CutChange::Unchanged,
                 Some(_) => CutChange::Recut,
@@ -248,13 +269,13 @@ pub fn plan_layout_change(
     tensors.iter().for_each(|tensor| bytes += tensor.bytes);
     Ok(LayoutChange {
         saved: *saved,
-        target: *target,
-        numbers: numbers(saved, target),
+        target: *layout,
+        numbers: numbers(saved, layout),
         resume_in_place: tensors.iter().all(|tensor| tensor.cut == CutChange::Unchanged),
         bytes,
-        random_streams: random_streams(catalog, saved, target),
+        random_streams: random_streams(catalog, saved, layout),
         ranks,
-        fold: fold(catalog, target),
+        fold: fold(catalog, layout),
         notes: notes(&tensors, told_apart),
         target_groups: sides.target.groups,
         tensors,
@@ -263,14 +284,17 @@ pub fn plan_layout_change(
 
 impl LayoutChange {
     /// Bytes that each rank of the target layout reads from the store, ascending by rank: what it wants in whole frames.
-    /// `catalog` is the one that was planned.
-    pub fn bytes_to_read(&self, catalog: &Catalog) -> Vec<u64> {
+    /// `catalog` and `target` are those that were planned.
+    pub fn bytes_to_read(&self, catalog: &Catalog, target: &Target) -> Vec<u64> {
         let in_scope = |tensor: &StoredTensor| tensor.kind != StateKind::Rng;
         let entry = |tensor: &StoredTensor| StateEntry {
             key: tensor.key.clone(),
             kind: tensor.kind,
             dtype: tensor.dtype,
-            placement: tensor.placement.clone().unwrap_or_else(|| Placement::replicated(&tensor.shape)),
+            placement: target
+                .placement(tensor)
+                .cloned()
+                .unwrap_or_else(|| Placement::replicated(&tensor.shape)),
         };
         let entries = catalog.tensors().iter().filter(|tensor| in_scope(tensor)).map(entry).collect();
         let table = StateTable::new(entries).expect("a catalog has each key once");
@@ -386,28 +410,32 @@ struct Overlap {
 
 impl Sides<'_> {
     /// Equal for tensors that both sides divide alike.
-    fn representatives(&self, placement: &Placement) -> [Placement; 2] {
-        [&self.saved, &self.target].map(|side| placement.representative(&side.groups))
+    fn representatives(&self, saved: &Placement, wanted: &Placement) -> [Placement; 2] {
+        [(&self.saved, saved), (&self.target, wanted)]
+            .map(|(side, placement)| placement.representative(&side.groups))
     }
 
     /// One overlap for each target rank, ascending.
-    fn divide(&self, key: &TensorKey, placement: &Placement) -> Result<Vec<Overlap>, UndividedTensor> {
+    fn divide(
+        &self,
+        key: &TensorKey,
+        saved: &Placement,
+        wanted: &Placement,
+    ) -> Result<Vec<Overlap>, UndividedTensor> {
         // Ranks with the same coordinates along the cuts hold the same boxes.
         let mut known: HashMap<(Option<Vec<GroupRank>>, Vec<GroupRank>), Overlap> = HashMap::new();
         let mut overlaps = Vec::new();
         for rank in self.target.groups.ranks() {
             let (held_by, wanted_by) = (self.saved.rank(*rank), self.target.rank(*rank));
             let wanted_by = wanted_by.expect("it is one of the target's ranks");
-            let place = (
-                held_by.as_ref().map(|held| coordinates(placement, held)),
-                coordinates(placement, &wanted_by),
-            );
+            let place =
+                (held_by.as_ref().map(|held| coordinates(saved, held)), coordinates(wanted, &wanted_by));
             let overlap = match known.entry(place) {
                 Entry::Occupied(known) => *known.get(),
                 Entry::Vacant(new) => {
-                    let held = held_by.map(|held| self.saved.shard(key, placement, &held)).transpose()?;
-                    let wanted = self.target.shard(key, placement, &wanted_by)?;
-                    *new.insert(Overlap::new(held.as_ref(), &wanted))
+                    let held = held_by.map(|held| self.saved.shard(key, saved, &held)).transpose()?;
+                    let wants = self.target.shard(key, wanted, &wanted_by)?;
+                    *new.insert(Overlap::new(held.as_ref(), &wants))
                 }
             };
             overlaps.push(overlap);

@@ -9,8 +9,8 @@ use mesh::{
     PipelineSplit, Placement, Rank, RankOrder, Region, Shape, StateKind, TensorKey,
 };
 use proptest::prelude::*;
-use reshard::{Bytes, CutChange, LayoutChange, LayoutChangeError, RandomStreams, plan_layout_change};
-use std::collections::HashSet;
+use reshard::{Bytes, CutChange, LayoutChange, LayoutChangeError, RandomStreams, Target, plan_layout_change};
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 /// TP, GTP and its sequence shards, configured CP, DP.
@@ -98,7 +98,8 @@ fn plan(
     saved: &ParallelLayout,
     target: &ParallelLayout,
 ) -> Result<LayoutChange, LayoutChangeError> {
-    plan_layout_change(catalog, saved, target, 1, &PipelineSplit::EVEN)
+    let (split, placements) = (&PipelineSplit::EVEN, &HashMap::new());
+    plan_layout_change(catalog, saved, &Target { layout: target, num_chunks: 1, split, placements })
 }
 
 fn change(saved: [u32; 5], target: [u32; 5]) -> LayoutChange {

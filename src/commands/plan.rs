@@ -5,7 +5,7 @@ use crate::location::Location;
 use crate::output::{Output, human_bytes, table};
 use ckpt::Checkpoint;
 use mesh::{Explained, MergedArgs, ParallelArgs, ParallelConfig, PipelineSplit, Source, StageLayout};
-use reshard::{CutChange, FoldChange, LayoutChange, plan_layout_change};
+use reshard::{CutChange, FoldChange, LayoutChange, Target, plan_layout_change};
 use serde::Serialize;
 use std::fmt;
 use std::process::ExitCode;
@@ -155,9 +155,11 @@ pub(crate) fn run(args: &PlanArgs, output: &Output) -> anyhow::Result<ExitCode> 
         (Ok(()), Ok(())) => None,
     };
     let (num_chunks, split) = args.stages.split(target.layout().pp());
-    let (catalog, layouts) = (checkpoint.catalog(), [saved.parallel.layout(), target.layout()]);
-    let change = plan_layout_change(catalog, layouts[0], layouts[1], num_chunks, &split)?;
-    output.result(&plan(&checkpoint, &saved, &target, change, refused, said.explain(&target)))?;
+    let placements = train::state::placements(&wanted);
+    let wanted = Target { layout: target.layout(), num_chunks, split: &split, placements: &placements };
+    let change = plan_layout_change(checkpoint.catalog(), saved.parallel.layout(), &wanted)?;
+    let bytes_read = change.bytes_to_read(checkpoint.catalog(), &wanted);
+    output.result(&plan(&checkpoint, &saved, &target, change, bytes_read, refused, said.explain(&target)))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -166,6 +168,7 @@ fn plan(
     saved: &TrainConfig,
     target: &ParallelConfig,
     change: LayoutChange,
+    bytes_read: Vec<u64>,
     refused: Option<Refused>,
     explained: Vec<Explained>,
 ) -> Plan {
@@ -181,7 +184,6 @@ fn plan(
     if is_other_sum {
         reasons.push("fast numerics add in another order under another layout".to_owned());
     }
-    let bytes_read = change.bytes_to_read(checkpoint.catalog());
     Plan {
         schema: "remesh.plan/1",
         run: checkpoint.store().to_string(),

@@ -3,12 +3,15 @@
 //! Model weights, both moments of every parameter in the parameter's own coordinates, and one cell of random streams a rank.
 
 use crate::backend::{Backend, BackendError, View};
+use crate::config::TrainConfig;
+use crate::model::params::ParamTable;
 use crate::rng::{InvalidStream, Stream, StreamCoordinates, StreamName};
 use crate::step::{Program, Trainer};
 use mesh::{
     DType, GroupKind, Indivisible, LocalShard, Placement, ProcessGroups, Region, StateEntry, StateKind,
     StateTable, TensorKey,
 };
+use std::collections::HashMap;
 
 /// Key of the tensor of random streams.
 pub const RNG_STATE: &str = "rng_state";
@@ -104,6 +107,19 @@ impl Streams {
     }
 }
 
+/// How a model of this configuration divides its parameters and their optimizer state over the ranks, by key; masters
+/// too, whether it has them or not. Needs no rank.
+pub fn placements(config: &TrainConfig) -> HashMap<TensorKey, Placement> {
+    let mut placements = HashMap::new();
+    for param in ParamTable::new(config).params {
+        for name in [MASTER, EXP_AVG, EXP_AVG_SQ] {
+            placements.insert(TensorKey::new(format!("{name}{}", param.key)), param.optimizer_placement());
+        }
+        placements.insert(param.key, param.placement);
+    }
+    placements
+}
+
 /// Where the cell of a rank's streams lies: (PP, TP, position in `dp_cp_gtp_remat`).
 fn stream_placement(groups: &ProcessGroups) -> Placement {
     let grid = [GroupKind::Pp, GroupKind::Tp, GroupKind::DpCpGtpRemat]
@@ -133,7 +149,7 @@ impl RunState {
                 1 => weight.reshaped(weight.numel(), 1),
                 _ => weight,
             };
-            let rows = param.placement.clone().with_rows_over(GroupKind::DpCp);
+            let rows = param.optimizer_placement();
             let owned = |part| Memory::Device(optimizer.bucket.in_part(index, part));
             let placement = param.placement.clone();
             add(param.key.to_string(), StateKind::Model, weight.dtype, placement, Memory::Device(weight))?;

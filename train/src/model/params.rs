@@ -17,6 +17,13 @@ pub struct ParamDecl {
     pub decay: bool,
 }
 
+impl ParamDecl {
+    /// How its moments, and its master, are divided: as the parameter, and their rows over its replicas too.
+    pub fn optimizer_placement(&self) -> Placement {
+        self.placement.clone().with_rows_over(GroupKind::DpCp)
+    }
+}
+
 /// How a parameter starts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
