@@ -102,11 +102,15 @@ fn create_commit(store: &Store, commit: &Commit, replaces: bool) -> Result<(), P
     let text = seal_commit(commit);
     let is_ours = |found: &Commit| found.writer.attempt == commit.writer.attempt;
     loop {
-        let error = match store.create_object(&path, text.clone().into()) {
-            Ok(()) => return Ok(()),
-            Err(error) => error,
-        };
+        let created = store.create_object(&path, text.clone().into());
         let found = read_commit(store, step);
+        let Err(error) = created else {
+            // A store that says so keeps it, unless what it kept is seen to be less.
+            return match found {
+                Err(source) if source.is_damage() => Err(PublishError::Files { source }),
+                _ => Ok(()),
+            };
+        };
         if error.is_already_there() {
             match found {
                 // A call that was repeated after its answer got lost.

@@ -89,9 +89,20 @@ impl Store {
         Store::open_folder(path)
     }
 
-    /// A store behind any client, called `name` in messages.
-    pub fn of_client(client: Arc<dyn ObjectStore>, name: &str) -> Store {
+    /// A store behind a client, called `name` in messages.
+    fn of_client(client: Arc<dyn ObjectStore>, name: &str) -> Store {
         Store { client, name: name.into(), local: None }
+    }
+
+    #[cfg(feature = "testing")]
+    pub(crate) fn client(&self) -> Arc<dyn ObjectStore> {
+        Arc::clone(&self.client)
+    }
+
+    /// The same place through another client.
+    #[cfg(feature = "testing")]
+    pub(crate) fn with_client(&self, client: Arc<dyn ObjectStore>) -> Store {
+        Store { client, ..self.clone() }
     }
 
     fn open_folder(path: PathBuf) -> Result<Store, LocationError> {
@@ -213,7 +224,9 @@ impl Store {
                 let message = format!("it has {bytes} bytes, and may have {bytes_max}");
                 return Err(of_io(io::Error::new(io::ErrorKind::IsADirectory, message)));
             }
-            found.bytes().await
+            let found = found.bytes().await?;
+            expect_len(&found, bytes)?;
+            Ok(found)
         };
         RUNTIME.block_on(read).map_err(self.error("reading", path, None))
     }
@@ -228,12 +241,7 @@ impl Store {
             let bytes = range.end - range.start;
             let found = self.client.get_range(&Path::from(path.as_str()), range).await;
             let found = found.map_err(self.error("reading", &path, Some(bytes)))?;
-            // Stores cut a range short at the end of the object.
-            if found.len() as u64 != bytes {
-                let source =
-                    io::Error::new(io::ErrorKind::UnexpectedEof, format!("{} bytes came", found.len()));
-                return Err(self.error("reading", &path, Some(bytes))(of_io(source)));
-            }
+            expect_len(&found, bytes).map_err(self.error("reading", &path, Some(bytes)))?;
             Ok(found)
         };
         RUNTIME.block_on(async {
@@ -414,6 +422,14 @@ impl<T: Send + 'static> Task<T> {
     pub(crate) fn wait(self) -> T {
         RUNTIME.block_on(self.0).expect("the work does not panic, and the runtime outlives it")
     }
+}
+
+/// That all bytes came: stores cut a range short at the end of the object, and a connection that ends early may look like it.
+fn expect_len(found: &Bytes, bytes: u64) -> object_store::Result<()> {
+    if found.len() as u64 == bytes {
+        return Ok(());
+    }
+    Err(of_io(io::Error::new(io::ErrorKind::UnexpectedEof, format!("{} bytes came", found.len()))))
 }
 
 fn of_io(source: io::Error) -> object_store::Error {

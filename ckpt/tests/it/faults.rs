@@ -1,11 +1,10 @@
-//! A store that fails at any write, and ranks that cannot write or do not agree.
+//! A store that fails or is full, and ranks that cannot write or do not agree.
 
 use crate::support::*;
 use ckpt::testing::{FaultyStore, RankMemory, Trouble, header, save};
 use ckpt::{Header, SaveError, SaveReport, Saver, Snapshot, Store};
 use expect_test::expect;
 use mesh::{DType, Placement, Shape, StateKind, StateTable};
-use object_store::memory::InMemory;
 use std::sync::Arc;
 
 const TWO: Degrees = Degrees { dp: 2, ..ONE };
@@ -29,40 +28,9 @@ fn try_save(store: &Store, step: u64, degrees: Degrees) -> Vec<Result<SaveReport
 
 /// A store in memory, the same behind a wrapper that is not in trouble yet, and the wrapper.
 fn faulty() -> (Store, Store, Arc<FaultyStore>) {
-    let memory = Arc::new(InMemory::new());
-    let faulty = Arc::new(FaultyStore::new(memory.clone(), Trouble::None));
-    (Store::of_client(memory, "memory://"), Store::of_client(faulty.clone(), "memory://"), faulty)
-}
-
-/// Whatever write fails, loses its answer or is the last before a crash: a reader sees the checkpoint before, or the new
-/// one whole; the new one if and only if the ranks were told so.
-#[test]
-fn a_reader_never_sees_half_a_checkpoint() {
-    let (_, counted, faulty_store) = faulty();
-    try_save(&counted, 20, TWO);
-    let num_writes = faulty_store.num_writes();
-    assert!(num_writes > 6, "packs of two ranks, two tables and the commit");
-    for trouble in [Trouble::FailAt, Trouble::LoseAnswerAt, Trouble::StopAt] {
-        for at in 0..=num_writes {
-            let (clean, store, faulty_store) = faulty();
-            save_labelled(&clean, 10, &table(), ONE);
-            faulty_store.set(trouble(at));
-            let saved = try_save(&store, 20, TWO);
-            let latest = clean.latest(None).unwrap().require(&clean).unwrap();
-            let all_saved = saved.iter().all(Result::is_ok);
-            assert!(all_saved || saved.iter().all(Result::is_err), "one verdict");
-            assert_eq!(all_saved, at >= num_writes, "{:?}", trouble(at));
-            assert_eq!(latest.step(), if all_saved { 20 } else { 10 }, "{:?}", trouble(at));
-            assert_eq!(latest.verify().unwrap().faults.len(), 0);
-            assert_loads_labelled(&latest, &table(), ONE);
-            // The next save succeeds, over whatever is left.
-            faulty_store.set(Trouble::None);
-            if !all_saved {
-                assert!(try_save(&store, 20, TWO).iter().all(Result::is_ok));
-            }
-            assert_eq!(clean.latest(None).unwrap().require(&clean).unwrap().step(), 20);
-        }
-    }
+    let clean = Store::open("memory://").unwrap();
+    let (store, faulty) = FaultyStore::around(&clean, Trouble::None);
+    (clean, store, faulty)
 }
 
 #[test]

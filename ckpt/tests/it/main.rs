@@ -10,4 +10,5 @@ mod retention;
 mod round_trip;
 mod safetensors;
 mod support;
+mod sweep;
 mod two_runs;

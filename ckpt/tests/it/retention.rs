@@ -4,10 +4,8 @@ use crate::support::*;
 use ckpt::testing::{FaultyStore, RankMemory, Trouble, header, save_through};
 use ckpt::{Cleared, Retention, SaveError, SaveReport, Saver, Store};
 use mesh::StateTable;
-use object_store::memory::InMemory;
 use std::fs;
 use std::num::NonZeroU64;
-use std::sync::Arc;
 
 const TWO: Degrees = Degrees { dp: 2, ..ONE };
 
@@ -59,10 +57,8 @@ fn the_newest_multiples_and_the_origin_stay() {
 
 #[test]
 fn failed_and_unfinished_saves_neither_count_nor_go() {
-    let (table, memory) = (model(), Arc::new(InMemory::new()));
-    let faulty = Arc::new(FaultyStore::new(memory.clone(), Trouble::None));
-    let (clean, store) =
-        (Store::of_client(memory.clone(), "memory://"), Store::of_client(faulty.clone(), "memory://"));
+    let (table, clean) = (model(), Store::open("memory://").unwrap());
+    let (store, faulty) = FaultyStore::around(&clean, Trouble::None);
     save(&store, 10, &table, keep(1, None, None));
     faulty.set(Trouble::FullFor("iter_0000020"));
     try_save(&store, 20, &table, keep(1, None, None)).unwrap_err();
@@ -74,7 +70,7 @@ fn failed_and_unfinished_saves_neither_count_nor_go() {
         use object_store::ObjectStoreExt;
         let path = object_store::path::Path::from(path);
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        runtime.block_on(memory.put(&path, "left over".into())).unwrap();
+        runtime.block_on(faulty.put(&path, "left over".into())).unwrap();
     };
     put("iter_0000030/data/0123456789abcdef-0-0.pack");
     faulty.set(Trouble::None);
@@ -99,44 +95,4 @@ fn what_somebody_reads_stays_until_it_is_read() {
     drop(reader);
     assert_eq!(save(&store, 30, &table, keep(1, None, None)), removed(&[10, 20]));
     assert_eq!(store.steps().unwrap(), [30]);
-}
-
-/// Whatever write of a save or of the clearing after it fails, is answered by nobody or is the last one: there is a whole
-/// checkpoint, the new one if the save says so, and nothing that is no checkpoint any more looks like one.
-#[test]
-fn a_clearing_that_fails_loses_nothing() {
-    let table = model();
-    let start = || {
-        let memory = Arc::new(InMemory::new());
-        let faulty = Arc::new(FaultyStore::new(memory.clone(), Trouble::None));
-        let clean = Store::of_client(memory, "memory://");
-        save_labelled(&clean, 10, &table, ONE);
-        save_labelled(&clean, 20, &table, ONE);
-        (clean, Store::of_client(faulty.clone(), "memory://"), faulty)
-    };
-    let (_, store, faulty) = start();
-    save(&store, 30, &table, keep(1, None, None));
-    let num_writes = faulty.num_writes();
-    for trouble in [Trouble::FailAt, Trouble::LoseAnswerAt, Trouble::StopAt] {
-        for at in 0..num_writes {
-            let (clean, store, faulty) = start();
-            faulty.set(trouble(at));
-            let saved = try_save(&store, 30, &table, keep(1, None, None));
-            let latest = clean.latest(None).unwrap().checkpoint.unwrap();
-            assert_eq!(latest.step(), if saved.is_ok() { 30 } else { 20 }, "{:?}", trouble(at));
-            for step in clean.steps().unwrap() {
-                if let Ok(checkpoint) = clean.checkpoint(step) {
-                    assert_eq!(
-                        checkpoint.verify().unwrap().faults.len(),
-                        0,
-                        "step {step}, {:?}",
-                        trouble(at)
-                    );
-                }
-            }
-            faulty.set(Trouble::None);
-            save(&store, 40, &table, keep(1, None, None));
-            assert_eq!(clean.latest(None).unwrap().checkpoint.unwrap().step(), 40);
-        }
-    }
 }
