@@ -12,12 +12,15 @@ mod megatron;
 mod model;
 pub(crate) mod resolve;
 mod schedule;
+mod schema;
 mod training;
 
 pub(crate) use checkpoint::CheckpointArgs;
+pub(crate) use schema::schema;
 pub(crate) use training::{DeviceArg, RanksAs, TrainingArgs};
 
 use crate::output::Output;
+use crate::report::Refusal;
 use crate::start;
 use data::DataArgs;
 use megatron::MegatronFlags;
@@ -33,7 +36,7 @@ use train::resume::{RngPolicy, SavedRun};
 pub(crate) struct RunArgs {
     /// Read settings from FILE, too; flags go over it
     #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
+    config: Vec<PathBuf>,
     #[command(flatten)]
     args: TrainArgs,
     #[command(flatten)]
@@ -94,7 +97,16 @@ impl RunArgs {
         if !without_effect.is_empty() {
             output.note(format!("no effect here: {}", without_effect.join(", ")));
         }
-        let file = self.config.as_deref().map(file::read).transpose()?.unwrap_or_default();
+        let file = match &self.config[..] {
+            [] => TrainArgs::default(),
+            [file] => file::read(file)?,
+            files => {
+                let names: Vec<String> =
+                    files.iter().map(|file| format!("`--config {}`", file.display())).collect();
+                let help = "put the settings into one file; flags go over it";
+                return Err(Refusal::new("RM6003", format!("{} are given", names.join(" and ")), help).into());
+            }
+        };
         let said = Said::merge(vec![(Source::CommandLine, self.args), (Source::ConfigFile, file)]);
         let other_defaults = self.megatron.other_defaults(said.args());
         if !other_defaults.is_empty() && said.args().checkpoint.use_checkpoint_args != Some(true) {

@@ -20,7 +20,7 @@ crate::settings! {
             .long("no-sequence-parallel")
             .help("Turn sequence parallelism off")
             .action(clap::ArgAction::SetTrue)
-            .overrides_with("sequence_parallel"))
+            .conflicts_with("sequence_parallel"))
     )]
     #[serde(default, deny_unknown_fields)]
     pub struct ParallelArgs {
@@ -44,7 +44,7 @@ crate::settings! {
                 num_args = 0,
                 default_missing_value = "true",
                 default_value_if("no_sequence_parallel", "true", "false"),
-                overrides_with = "no_sequence_parallel"
+                conflicts_with = "no_sequence_parallel"
             )
         )]
         pub sequence_parallel: Option<bool>,

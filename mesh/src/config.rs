@@ -293,7 +293,7 @@ impl ParallelError {
             ParallelError::Missing { flag } => {
                 format!("give `--{flag}`, or `{}` in the configuration file", flag.replace('-', "_"))
             }
-            ParallelError::Zero { flag } => format!("give `--{flag}` of at least 1, or leave it out"),
+            ParallelError::Zero { flag } => format!("give `--{flag}` a value of at least 1"),
             ParallelError::WeightShards { flag, name, degree, valid, .. } => {
                 format!("`--{flag}` is a multiple of {name} {degree}{}", fits(valid))
             }

@@ -285,7 +285,7 @@ fn zero_is_no_size() {
         "RM2001",
         expect![[r#"
         `--tensor-parallel-num-weight-shards` is 0
-        help: give `--tensor-parallel-num-weight-shards` of at least 1, or leave it out"#]],
+        help: give `--tensor-parallel-num-weight-shards` a value of at least 1"#]],
     );
     refused(
         args(1, false, 1, None, Some(0)),
@@ -293,7 +293,7 @@ fn zero_is_no_size() {
         "RM2001",
         expect![[r#"
         `--tensor-parallel-num-sequence-shards` is 0
-        help: give `--tensor-parallel-num-sequence-shards` of at least 1, or leave it out"#]],
+        help: give `--tensor-parallel-num-sequence-shards` a value of at least 1"#]],
     );
     refused(
         ParallelArgs { data_parallel_size: Some(0), ..some() },
@@ -309,7 +309,7 @@ fn zero_is_no_size() {
         "RM2002",
         expect![[r#"
         `--micro-batch-size` is 0
-        help: give `--micro-batch-size` of at least 1, or leave it out"#]],
+        help: give `--micro-batch-size` a value of at least 1"#]],
     );
     refused(
         ParallelArgs { global_batch_size: Some(0), ..some() },
@@ -317,7 +317,7 @@ fn zero_is_no_size() {
         "RM2002",
         expect![[r#"
         `--global-batch-size` is 0
-        help: give `--global-batch-size` of at least 1, or leave it out"#]],
+        help: give `--global-batch-size` a value of at least 1"#]],
     );
     refused(
         ParallelArgs { seq_length: Some(0), ..some() },
@@ -325,7 +325,7 @@ fn zero_is_no_size() {
         "RM2004",
         expect![[r#"
         `--seq-length` is 0
-        help: give `--seq-length` of at least 1, or leave it out"#]],
+        help: give `--seq-length` a value of at least 1"#]],
     );
 }
 

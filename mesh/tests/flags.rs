@@ -59,10 +59,13 @@ fn each_flag_has_megatrons_name_and_a_short_one() {
 }
 
 #[test]
-fn the_last_word_on_sequence_parallelism_counts() {
+fn opposite_words_on_sequence_parallelism_are_refused_with_both() {
     assert_eq!(parse("--no-sequence-parallel").unwrap().sequence_parallel, Some(false));
-    assert_eq!(parse("--sp --no-sequence-parallel").unwrap().sequence_parallel, Some(false));
-    assert_eq!(parse("--no-sequence-parallel --sp").unwrap().sequence_parallel, Some(true));
+    assert_eq!(parse("--sp").unwrap().sequence_parallel, Some(true));
+    for line in ["--sp --no-sequence-parallel", "--no-sequence-parallel --sp"] {
+        let said = parse(line).unwrap_err().to_string();
+        assert!(said.contains("--sequence-parallel") && said.contains("--no-sequence-parallel"), "{said}");
+    }
     assert!(parse("--sequence-parallel off").is_err());
 }
 

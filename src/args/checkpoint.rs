@@ -1,10 +1,11 @@
 //! Where a run saves, what it goes on from, and how.
 
 use super::flag::named;
+use crate::report::Refusal;
 use ckpt::{Checkpoint, Retention};
 use serde::{Deserialize, Serialize};
 use std::num::NonZeroU64;
-use train::resume::{Resume, RngPolicy, Selection};
+use train::resume::{CHANGEABLE, Resume, RngPolicy, Selection};
 
 mesh::settings! {
     /// `[checkpoint]`
@@ -67,6 +68,28 @@ mesh::settings! {
 }
 
 impl CheckpointArgs {
+    /// Names of `--allow-change` that nothing has which may change, and what is said of saves of a run that saves nothing.
+    pub(crate) fn faults(&self) -> Vec<Refusal> {
+        let unknown =
+            self.allow_change.iter().flatten().filter(|field| !CHANGEABLE.contains(&field.as_str()));
+        let unknown = unknown.map(|field| {
+            let message =
+                format!("`--allow-change {}`: no setting of that name may change", field.escape_debug());
+            Refusal::new("RM6003", message, format!("these may: {}", CHANGEABLE.join(", ")))
+        });
+        let of_saves = [
+            (self.save_interval.is_some(), "--save-interval"),
+            (self.most_recent_k.is_some(), "--most-recent-k"),
+            (self.save_retain_interval.is_some(), "--save-retain-interval"),
+        ];
+        let unsaved = of_saves.into_iter().filter(|(is_said, _)| *is_said && self.save.is_none());
+        let unsaved = unsaved.map(|(_, flag)| {
+            let message = format!("`{flag}` is set, and `--save` is not: nothing would be saved");
+            Refusal::new("RM6003", message, format!("give --save FOLDER, or leave {flag} out"))
+        });
+        unknown.chain(unsaved).collect()
+    }
+
     /// What is taken from a checkpoint.
     pub(crate) fn selection(&self) -> Selection {
         match self.finetune {

@@ -5,6 +5,9 @@ use crate::report::{Place, Refusal};
 use anyhow::Context;
 use std::path::Path;
 
+/// Keys that may be in `[training]`, too: the batch is part of the layout, but people look for it there.
+pub(super) const BATCH_KEYS: [&str; 3] = ["seq_length", "micro_batch_size", "global_batch_size"];
+
 /// Reads and checks a configuration file.
 ///
 /// # Errors
@@ -13,11 +16,11 @@ pub(crate) fn read(path: &Path) -> anyhow::Result<TrainArgs> {
     let name = path.display().to_string();
     let text = std::fs::read_to_string(path).with_context(|| format!("reading `{name}`"))?;
     let mut args: TrainArgs = toml::from_str(&text).map_err(|error| refusal(&error, name.clone(), &text))?;
-    // The batch is part of the layout, but people look for it under [training].
     let (batch, training) = (&mut args.parallelism, &mut args.training);
-    move_in("seq_length", &mut batch.seq_length, &mut training.seq_length, &name)?;
-    move_in("micro_batch_size", &mut batch.micro_batch_size, &mut training.micro_batch_size, &name)?;
-    move_in("global_batch_size", &mut batch.global_batch_size, &mut training.global_batch_size, &name)?;
+    let [seq_length, micro_batch_size, global_batch_size] = BATCH_KEYS;
+    move_in(seq_length, &mut batch.seq_length, &mut training.seq_length, &name)?;
+    move_in(micro_batch_size, &mut batch.micro_batch_size, &mut training.micro_batch_size, &name)?;
+    move_in(global_batch_size, &mut batch.global_batch_size, &mut training.global_batch_size, &name)?;
     Ok(args)
 }
 

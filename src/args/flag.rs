@@ -15,10 +15,10 @@ pub(super) fn switch(arg: Arg) -> Arg {
     }
 }
 
-/// The flag `name`, which says that the switch `of` is off. That switch has to name it in `default_value_if` and
-/// `overrides_with`.
+/// The flag `name`, which says that the switch `of` is off; both together are refused. That switch has to name it in
+/// `default_value_if` and `conflicts_with`.
 pub(super) fn contrary(name: &'static str, of: &'static str, help: &'static str) -> Arg {
-    Arg::new(name).long(name).help(help).action(ArgAction::SetTrue).overrides_with(of)
+    Arg::new(name).long(name).help(help).action(ArgAction::SetTrue).conflicts_with(of)
 }
 
 /// The parser of an enum's values, by the names that files have for them.

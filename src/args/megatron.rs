@@ -59,7 +59,6 @@ const MODEL: &str =
     "models so far have RMSNorm or LayerNorm, SwiGLU or GELU, plain rotary or learned positions";
 const STAGE: &str = "the trainer runs one pipeline stage so far";
 const EXPERTS: &str = "there are no experts so far";
-const DECAY: &str = "the weight decay is the same in every step so far";
 const FORMAT: &str = "checkpoints are saved in the native format so far";
 const LACKING: &str = "a tensor that the checkpoint lacks is trained from its initial value only if it is named: \
                        --allow-missing GLOB; --allow-extra GLOB names what the model does not want";
@@ -118,9 +117,6 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("master-port", Value, NoEffect),
     // Training.
     ("optimizer", Value, SameFor(&["adam"], "the one optimizer so far is AdamW")),
-    ("start-weight-decay", Value, Refused(DECAY)),
-    ("end-weight-decay", Value, Refused(DECAY)),
-    ("weight-decay-incr-style", Value, SameFor(&["constant"], DECAY)),
     ("decoupled-lr", Value, Refused("all parameters have one learning rate so far")),
     ("decoupled-min-lr", Value, Refused("all parameters have one learning rate so far")),
     ("exit-interval", Value, Refused("SIGUSR1 saves and ends a run; --train-iters ends it")),

@@ -47,7 +47,7 @@ mesh::settings! {
         #[arg(
             long,
             default_value_if("untie-embeddings-and-output-weights", "true", "false"),
-            overrides_with = "untie-embeddings-and-output-weights"
+            conflicts_with = "untie-embeddings-and-output-weights"
         )]
         pub(crate) tie_embeddings: Option<bool>,
         /// Kind of the norms [default: RMSNorm]
@@ -66,7 +66,7 @@ mesh::settings! {
         #[arg(long, value_name = "BASE")]
         pub(crate) rotary_base: Option<f64>,
         /// SwiGLU in the feed-forward blocks [default: on]
-        #[arg(long, default_value_if("no-swiglu", "true", "false"), overrides_with = "no-swiglu")]
+        #[arg(long, default_value_if("no-swiglu", "true", "false"), conflicts_with = "no-swiglu")]
         pub(crate) swiglu: Option<bool>,
         /// GELU by the hyperbolic tangent, as GPT-2 has it, in place of SwiGLU [default: off]
         #[arg(long)]
@@ -75,7 +75,7 @@ mesh::settings! {
         #[arg(
             long,
             default_value_if("disable-bias-linear", "true", "false"),
-            overrides_with = "disable-bias-linear"
+            conflicts_with = "disable-bias-linear"
         )]
         pub(crate) add_bias_linear: Option<bool>,
         /// Biases of queries, keys and values, as Qwen2 has them [default: off]

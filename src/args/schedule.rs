@@ -75,10 +75,7 @@ impl TrainingArgs {
         schedule.init_lr = self.lr_warmup_init.unwrap_or(schedule.init_lr);
         schedule.max_lr = self.lr.unwrap_or(schedule.max_lr);
         schedule.min_lr = self.min_lr.unwrap_or(schedule.min_lr);
-        if let Some(decay) = self.weight_decay {
-            (schedule.start_weight_decay, schedule.end_weight_decay) = (decay, decay);
-            schedule.weight_decay_style = WeightDecayStyle::Constant;
-        }
+        self.set_weight_decay(&mut schedule)?;
         let last_phase = in_samples(
             ("lr_wsd_decay_iters", self.lr_wsd_decay_iters),
             ("lr_wsd_decay_samples", self.lr_wsd_decay_samples),
@@ -90,6 +87,44 @@ impl TrainingArgs {
         let last_phase = before.map(|before| schedule.lr_decay - before).or(last_phase);
         schedule.lr_decay_style = self.decay_style(schedule.lr_decay_style, last_phase)?;
         Ok(mesh::Schedule::new(schedule, batch)?.into())
+    }
+
+    /// What is said of the weight decay, put into `schedule`: one number, or the two between which it rises.
+    ///
+    /// # Errors
+    /// Both, or half of the second where `schedule` does not rise.
+    fn set_weight_decay(&self, schedule: &mut ScheduleConfig) -> Result<(), Refusal> {
+        let (start, end) = (self.start_weight_decay, self.end_weight_decay);
+        let unsaid = if self.weight_decay.is_some() {
+            WeightDecayStyle::Constant
+        } else {
+            schedule.weight_decay_style
+        };
+        let style = self.weight_decay_incr_style.unwrap_or(unsaid);
+        if style == WeightDecayStyle::Constant {
+            for (said, key) in [(start, "start_weight_decay"), (end, "end_weight_decay")] {
+                if said.is_some() {
+                    let message = format!("`{key}` is set, and the weight decay does not rise");
+                    let help = "say how it does, --weight-decay-incr-style linear or cosine, or give --weight-decay alone";
+                    return Err(Refusal::new("RM6003", message, help));
+                }
+            }
+            let rises = schedule.weight_decay_style != WeightDecayStyle::Constant;
+            let stored = (!rises).then_some(schedule.end_weight_decay);
+            let decay = self.weight_decay.or(stored).ok_or_else(|| missing("weight-decay"))?;
+            (schedule.start_weight_decay, schedule.end_weight_decay) = (decay, decay);
+        } else {
+            if self.weight_decay.is_some() {
+                return Err(said_twice("weight_decay", "weight_decay_incr_style"));
+            }
+            let rises = schedule.weight_decay_style != WeightDecayStyle::Constant;
+            let stored = |decay| rises.then_some(decay);
+            let (from, to) = (stored(schedule.start_weight_decay), stored(schedule.end_weight_decay));
+            schedule.start_weight_decay = start.or(from).ok_or_else(|| missing("start-weight-decay"))?;
+            schedule.end_weight_decay = end.or(to).ok_or_else(|| missing("end-weight-decay"))?;
+        }
+        schedule.weight_decay_style = style;
+        Ok(())
     }
 
     fn decay_style(&self, default: LrDecayStyle, last_phase: Option<u64>) -> Result<LrDecayStyle, Refusal> {

@@ -104,6 +104,15 @@ mesh::settings! {
         /// Weight decay of matrices [default: 0.01]
         #[arg(long, value_name = "DECAY")]
         pub(crate) weight_decay: Option<f64>,
+        /// How the weight decay rises over the run [default: constant, at --weight-decay]
+        #[arg(long, value_parser = named::<WeightDecayStyle>(), value_name = "STYLE")]
+        pub(crate) weight_decay_incr_style: Option<WeightDecayStyle>,
+        /// Weight decay at the start of the run (required with another style than constant)
+        #[arg(long, value_name = "DECAY")]
+        pub(crate) start_weight_decay: Option<f64>,
+        /// Weight decay at the end of the run, at least that at the start (required with another style than constant)
+        #[arg(long, value_name = "DECAY")]
+        pub(crate) end_weight_decay: Option<f64>,
         /// Decay of the first moment [default: 0.9]
         #[arg(long, value_name = "BETA")]
         pub(crate) adam_beta1: Option<f64>,
@@ -123,7 +132,7 @@ mesh::settings! {
         #[arg(long, value_parser = named::<NumericsArg>(), value_name = "MODE")]
         pub(crate) numerics: Option<NumericsArg>,
         /// Compute in bf16, with f32 masters of the weights [default: the checkpoint's, else off]
-        #[arg(long, default_value_if("fp32", "true", "false"), overrides_with = "fp32")]
+        #[arg(long, default_value_if("fp32", "true", "false"), conflicts_with = "fp32")]
         pub(crate) bf16: Option<bool>,
         /// Consecutive positions whose sum runs in one order, in tokens [default: min(64, max(1, g ÷ 16)), g the largest power of
         /// two that divides the sequence length; it must divide what a rank holds]
@@ -221,6 +230,7 @@ impl TrainingArgs {
             Numerics::Canonical(canonical) => Some(canonical),
             Numerics::Fast => None,
         };
+        let rises = schedule.weight_decay_style != WeightDecayStyle::Constant;
         let skipped: Vec<u64> = iterations_to_skip.iter().copied().collect();
         TrainingArgs {
             train_iters: Some(*train_iters),
@@ -236,8 +246,10 @@ impl TrainingArgs {
             lr_warmup_init: Some(schedule.init_lr),
             lr_wsd_decay_style: last_phase.map(|(_, shape)| shape),
             lr_wsd_decay_samples: last_phase.map(|(length, _)| length),
-            weight_decay: (schedule.weight_decay_style == WeightDecayStyle::Constant)
-                .then_some(schedule.end_weight_decay),
+            weight_decay: (!rises).then_some(schedule.end_weight_decay),
+            weight_decay_incr_style: Some(schedule.weight_decay_style),
+            start_weight_decay: rises.then_some(schedule.start_weight_decay),
+            end_weight_decay: rises.then_some(schedule.end_weight_decay),
             adam_beta1: Some(optimizer.adam_beta1),
             adam_beta2: Some(optimizer.adam_beta2),
             adam_eps: Some(optimizer.adam_eps),
@@ -258,14 +270,37 @@ impl TrainingArgs {
         }
     }
 
+    /// The same with a plain schedule, on which nothing else depends.
+    pub(crate) fn with_plain_schedule(self) -> Self {
+        TrainingArgs {
+            lr: Some(0.0),
+            min_lr: None,
+            lr_decay_style: None,
+            lr_decay_iters: None,
+            lr_decay_samples: None,
+            lr_warmup_iters: None,
+            lr_warmup_samples: None,
+            lr_warmup_fraction: None,
+            lr_warmup_init: None,
+            lr_wsd_decay_style: None,
+            lr_wsd_decay_iters: None,
+            lr_wsd_decay_samples: None,
+            weight_decay: None,
+            weight_decay_incr_style: None,
+            start_weight_decay: None,
+            end_weight_decay: None,
+            ..self
+        }
+    }
+
     /// How long ranks wait for one that is busy.
     pub(crate) fn timeout(&self) -> Duration {
         let minutes = self.distributed_timeout_minutes;
         minutes.map_or(Job::TIMEOUT, |minutes| Duration::from_secs(60 * u64::from(minutes.get())))
     }
 
-    /// Takes out of `weaker` what is said here in other words: a length in steps, in samples or as a part, and what fast
-    /// numerics do not have.
+    /// Takes out of `weaker` what is said here in other words: a length in steps, in samples or as a part, a weight decay that rises or
+    /// does not, and what fast numerics do not have.
     pub(super) fn silence(&self, weaker: &mut Self) {
         if self.train_iters.is_some() || self.train_samples.is_some() {
             (weaker.train_iters, weaker.train_samples) = (None, None);
@@ -282,6 +317,12 @@ impl TrainingArgs {
         }
         if self.lr_wsd_decay_iters.is_some() || self.lr_wsd_decay_samples.is_some() {
             (weaker.lr_wsd_decay_iters, weaker.lr_wsd_decay_samples) = (None, None);
+        }
+        if self.weight_decay.is_some() || self.weight_decay_incr_style == Some(WeightDecayStyle::Constant) {
+            (weaker.weight_decay_incr_style, weaker.start_weight_decay, weaker.end_weight_decay) =
+                (None, None, None);
+        } else if self.weight_decay_incr_style.is_some() {
+            weaker.weight_decay = None;
         }
         if self.numerics == Some(NumericsArg::Fast) {
             (weaker.canonical_leaf_tokens, weaker.canonical_tp_leaves) = (None, None);

@@ -1,16 +1,16 @@
 //! `remesh config`: what the settings of a run come to, and who said each.
 
-use crate::args::{RunArgs, Said, TrainArgs, resolve};
+use crate::args::{RunArgs, Said, TrainArgs, resolve, schema};
 use crate::memory;
 use crate::output::Output;
 use crate::report::Refusal;
-use mesh::Source;
+use mesh::{ScheduleError, Source};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::process::ExitCode;
 use train::config::TrainConfig;
-use train::data::Blend;
+use train::data::{Blend, Tokenizer};
 
 /// Subcommands of `remesh config`.
 #[derive(Debug, clap::Subcommand)]
@@ -21,7 +21,14 @@ pub(crate) enum ConfigCommand {
     /// Check the settings of a run; exit code 2 with all that is wrong
     #[command(args_override_self = true)]
     Check(Box<RunArgs>),
+    /// Print the JSON Schema of remesh.toml, for an editor
+    Schema,
 }
+
+/// It names its own schema, as any document of its kind does.
+#[derive(Serialize)]
+#[serde(transparent)]
+struct FileSchema(serde_json::Value);
 
 /// Every setting with its origin, by table and key of `remesh.toml`.
 #[derive(Serialize)]
@@ -57,6 +64,7 @@ pub(crate) fn run(command: ConfigCommand, output: &Output) -> anyhow::Result<Exi
             check(&run.said(output)?)?;
             output.result(&Checked { schema: "remesh.config_check/1", faults: Vec::new() })?;
         }
+        ConfigCommand::Schema => output.result(&FileSchema(schema()))?,
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -64,15 +72,20 @@ pub(crate) fn run(command: ConfigCommand, output: &Output) -> anyhow::Result<Exi
 fn resolve(said: &Said) -> anyhow::Result<TrainConfig> {
     let parallel = resolve::parallel(said)?;
     let args = said.args();
-    let tokenizer = args.data.tokenizer()?;
-    if let Some(files) = args.data.files()? {
-        Blend::open_parts(&files.training, &files.split)?;
-        files.validation.as_ref().map(Blend::open).transpose()?;
-    }
+    let tokenizer = open_data(args)?;
     let config = resolve::config(args, parallel, tokenizer.as_ref(), None)?;
     config.check()?;
     memory::check(&config, args.training.device.unwrap_or_default())?;
     Ok(config)
+}
+
+/// Opens what is trained and evaluated on, if it was said, and returns its tokenizer, if it has one.
+fn open_data(args: &TrainArgs) -> anyhow::Result<Option<Tokenizer>> {
+    if let Some(files) = args.data.files()? {
+        Blend::open_parts(&files.training, &files.split)?;
+        files.validation.as_ref().map(Blend::open).transpose()?;
+    }
+    args.data.tokenizer()
 }
 
 fn show(said: &Said, config: &TrainConfig) -> anyhow::Result<Shown> {
@@ -102,17 +115,7 @@ fn show(said: &Said, config: &TrainConfig) -> anyhow::Result<Shown> {
 /// # Errors
 /// Everything that is wrong, as far as one fault does not hide another.
 fn check(said: &Said) -> anyhow::Result<()> {
-    let mut faults: Vec<anyhow::Error> = Vec::new();
-    let missing = resolve::require(said.args());
-    let is_complete = missing.is_ok();
-    faults.extend(missing.err().map(Into::into));
-    match resolve::parallel(said) {
-        Ok(_) if is_complete => faults.extend(resolve(said).err()),
-        // A number that was not said is among the missing.
-        Ok(_) => {}
-        Err(error) if matches!(error.downcast_ref(), Some(mesh::ParallelError::Missing { .. })) => {}
-        Err(error) => faults.push(error),
-    }
+    let mut faults = faults(said);
     match faults.len() {
         0 => Ok(()),
         1 => Err(faults.remove(0)),
@@ -124,9 +127,70 @@ fn check(said: &Said) -> anyhow::Result<()> {
     }
 }
 
+fn faults(said: &Said) -> Vec<anyhow::Error> {
+    let mut args = said.args().clone();
+    let mut faults: Vec<anyhow::Error> = Vec::new();
+    let missing = resolve::require(&args);
+    let is_complete = missing.is_ok();
+    faults.extend(missing.err().map(Into::into));
+    faults.extend(args.checkpoint.faults().into_iter().map(Into::into));
+    // What a checkpoint may say, and what data would say that are missing or wrong, is taken to fit.
+    args.training.lr.get_or_insert(f32::MAX.into());
+    let tokenizer = open_data(&args);
+    if tokenizer.is_err() || args.data.data_path.is_none() {
+        args.model.vocab_size.get_or_insert(1);
+    }
+    let tokenizer = tokenizer.unwrap_or_else(|error| {
+        faults.push(error);
+        None
+    });
+    let parallel = match resolve::parallel(said) {
+        Ok(parallel) => parallel,
+        Err(error) => {
+            // A number that was not said is among the missing.
+            if !matches!(error.downcast_ref(), Some(mesh::ParallelError::Missing { .. })) {
+                faults.push(error);
+            }
+            return faults;
+        }
+    };
+    match said.parallelism().resolve_groups(parallel.layout()) {
+        Ok(groups) => faults.extend(resolve::check_groups(&groups).err().map(Into::into)),
+        Err(error) => faults.push(error.into()),
+    }
+    let mut resolved = resolve::config(&args, parallel, tokenizer.as_ref(), None);
+    // Numbers that make no schedule hide nothing else.
+    if let Some(error) = resolved.as_ref().err().and_then(|error| error.downcast_ref::<ScheduleError>()) {
+        faults.push(error.clone().into());
+        args.training = args.training.with_plain_schedule();
+        resolved = resolve::config(&args, parallel, tokenizer.as_ref(), None);
+    }
+    match resolved {
+        Ok(config) => {
+            faults.extend(config.faults().into_iter().map(Into::into));
+            faults.extend(config.check_batches(0).err().map(Into::into));
+            let device = args.training.device.unwrap_or_default();
+            faults.extend(memory::check(&config, device).err().map(Into::into));
+        }
+        Err(error) => {
+            let is_missing = |refusal: &Refusal| refusal.code == "RM6004";
+            if is_complete || !error.downcast_ref().is_some_and(is_missing) {
+                faults.push(error);
+            }
+        }
+    }
+    faults
+}
+
 impl fmt::Display for Shown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
+    }
+}
+
+impl fmt::Display for FileSchema {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#}", self.0)
     }
 }
 

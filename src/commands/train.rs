@@ -3,7 +3,7 @@
 mod launcher;
 mod progress;
 
-use crate::args::{CheckpointArgs, DeviceArg, RanksAs, RunArgs, Said, TrainArgs, TrainingArgs, resolve};
+use crate::args::{DeviceArg, RanksAs, RunArgs, Said, TrainArgs, TrainingArgs, resolve};
 use crate::device;
 use crate::memory;
 use crate::output::{Output, complain, count, step_list};
@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use train::comm::CommError;
 use train::comm::processes::Launch;
 use train::data::{Blend, Parts, Tokenizer};
-use train::resume::{self, SavedRun};
+use train::resume::SavedRun;
 use train::run::{Event, Job, RunEnd, RunName, SavePolicy, Trainable};
 
 /// Flags of `remesh train`.
@@ -121,8 +121,7 @@ fn prepare(command: TrainCommand, launch: Option<&Launch>, output: &Output) -> a
         parallelism.explain(&parallel).iter().for_each(|line| output.note(line));
     }
     resolve::check_flags(&args, parallel)?;
-    check_changes(args.checkpoint.allow_change.as_deref().unwrap_or_default())?;
-    check_save(&args.checkpoint)?;
+    args.checkpoint.faults().into_iter().next().map_or(Ok(()), Err)?;
     let (tokenizer, files) = (args.data.tokenizer()?, args.data.files()?.expect("it is required"));
     let Parts { training: tokens, validation } = Blend::open_parts(&files.training, &files.split)?;
     let validation = match files.validation {
@@ -249,34 +248,6 @@ fn train_from(
         output.note(format!("nothing to train: {iteration} of {} done", count(config.train_iters, "step")));
     }
     Ok(end)
-}
-
-/// Checks that every name of `--allow-change` is one that may change.
-fn check_changes(fields: &[String]) -> Result<(), Refusal> {
-    match fields.iter().find(|field| !resume::CHANGEABLE.contains(&field.as_str())) {
-        Some(field) => {
-            let message =
-                format!("`--allow-change {}`: no setting of that name may change", field.escape_debug());
-            Err(Refusal::new("RM6003", message, format!("these may: {}", resume::CHANGEABLE.join(", "))))
-        }
-        None => Ok(()),
-    }
-}
-
-/// Checks that what is said of saves is said of a run that saves.
-fn check_save(args: &CheckpointArgs) -> Result<(), Refusal> {
-    let said = [
-        (args.save_interval.is_some(), "--save-interval"),
-        (args.most_recent_k.is_some(), "--most-recent-k"),
-        (args.save_retain_interval.is_some(), "--save-retain-interval"),
-    ];
-    match said.into_iter().find(|(is_said, _)| *is_said && args.save.is_none()) {
-        Some((_, flag)) => {
-            let message = format!("`{flag}` is set, and `--save` is not: nothing would be saved");
-            Err(Refusal::new("RM6003", message, format!("give --save FOLDER, or leave {flag} out")))
-        }
-        None => Ok(()),
-    }
 }
 
 fn run_name() -> RunName {

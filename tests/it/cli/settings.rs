@@ -2,6 +2,7 @@
 
 use super::{MODEL, metrics, ok, refused, remesh, text, with_tokens};
 use expect_test::expect;
+use serde_json::Value;
 
 #[test]
 fn a_pasted_launch_script_is_taken_and_what_makes_no_difference_is_named() {
@@ -146,6 +147,90 @@ fn settings_come_from_the_file_and_flags_go_over_it() {
           help: known here: model, parallelism, training, data, checkpoint, logging
     "#]]
     .assert_eq(&refused(folder, "train --config table.toml", 2));
+}
+
+/// Whether `value` is one that `schema` describes, as far as the schema of `remesh.toml` has words for it.
+fn fits(schema: &Value, value: &Value) -> bool {
+    if let Some(any) = schema["anyOf"].as_array() {
+        return any.iter().any(|schema| fits(schema, value));
+    }
+    if let Some(names) = schema["enum"].as_array() {
+        return names.contains(value);
+    }
+    let number = value.as_i64().map_or(0.0, |number| number as f64);
+    let is_within = schema["minimum"].as_f64().is_none_or(|min| number >= min)
+        && schema["maximum"].as_f64().is_none_or(|max| number <= max);
+    match schema["type"].as_str().unwrap() {
+        "object" => value.as_object().is_some_and(|fields| {
+            fields
+                .iter()
+                .all(|(key, value)| schema["properties"].get(key).is_some_and(|schema| fits(schema, value)))
+        }),
+        "array" => {
+            value.as_array().is_some_and(|items| items.iter().all(|item| fits(&schema["items"], item)))
+        }
+        "integer" => value.is_i64() && is_within,
+        "number" => value.is_number(),
+        "boolean" => value.is_boolean(),
+        "string" => value.is_string(),
+        other => panic!("`{other}` is no type"),
+    }
+}
+
+/// The schema takes the files that the program takes, and refuses what it refuses for its form.
+#[test]
+fn the_schema_of_the_file_tells_good_ones_from_bad() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let schema: Value = serde_json::from_str(&ok(folder, "config schema")).unwrap();
+    assert_eq!(schema["$schema"], "https://json-schema.org/draft/2020-12/schema");
+    let takes = |file: &str| {
+        let value: Value = toml::from_str(file).unwrap();
+        std::fs::write(folder.join("file.toml"), file).unwrap();
+        let output = remesh(folder, &format!("config check {MODEL} --train-iters 2 --config file.toml"));
+        let said = text(&output.stderr);
+        let is_taken = !said.contains("file.toml:");
+        assert_eq!(fits(&schema, &value), is_taken, "{file}\n{said}");
+        is_taken
+    };
+    let example = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/remesh.toml");
+    assert!(takes(&std::fs::read_to_string(example).unwrap()));
+    // Every setting, as the program writes them.
+    let flags = "--train-iters 2 --lr-decay-style WSD --lr-wsd-decay-iters 1 --save run --save-retain-interval 2 --allow-change seed \
+                 --rampup-batch-size 2 1 8 --iterations-to-skip 1 --weight-decay-incr-style linear --start-weight-decay 0 \
+                 --end-weight-decay 0.1 --eval-interval 2 --valid-data-path 1 tokens 2 tokens --log-dir logs";
+    let shown = ok(folder, &format!("config show {MODEL} {flags}"));
+    let all: String = shown.lines().map(|line| line.trim_start_matches("# ").to_owned() + "\n").collect();
+    let mut settings = 0;
+    let value: Value = toml::from_str(&all).unwrap();
+    value.as_object().unwrap().values().for_each(|table| settings += table.as_object().unwrap().len());
+    assert!(settings > 70, "{settings}");
+    assert!(fits(&schema, &value), "{all}");
+    for good in [
+        "[training]\nglobal_batch_size = 8\nnumerics = \"fast\"",
+        "[data]\ndata_path = [\"0.5\", \"a\", \"0.5\", \"b\"]",
+        "[model]\nswiglu = false\nnormalization = \"LayerNorm\"",
+        "[checkpoint]\nallow_missing = [\"a.*\"]\nmost_recent_k = 1",
+        "[parallelism]\nhierarchical_context_parallel_sizes = [1]\nrank_order = \"cp-inside-gtp\"",
+    ] {
+        assert!(takes(good), "{good}");
+    }
+    for bad in [
+        "[optimizer]\nlr = 1.0",
+        "[training]\nlr = \"high\"",
+        "[training]\nnum_layers = 2",
+        "[model]\nnum_layers = -1",
+        "[model]\nswiglu = 1",
+        "[parallelism]\ncontext_parallel_size = 4294967296",
+        "[parallelism]\ntensor_model_parallel_size = 1.5",
+        "[data]\nepoch_tail = \"cut\"",
+        "[data]\ndata_path = 7",
+        "[checkpoint]\nmost_recent_k = 0",
+        "[checkpoint]\nallow_missing = \"a.*\"",
+        "[training]\nfp32 = true",
+    ] {
+        assert!(!takes(bad), "{bad}");
+    }
 }
 
 #[test]
@@ -330,6 +415,74 @@ fn all_that_is_missing_or_wrong_is_said_at_once() {
     .assert_eq(&refused(folder, "config check --num-layers 1 --tp 2 --weight-shards 3", 2));
     assert!(refused(folder, &format!("config check {MODEL} --train-iters 1 --tp 4"), 2).contains("RM2003"));
     ok(folder, &format!("config check {MODEL} --train-iters 1"));
+    let flags = "--train-iters 1 --kv-channels 7 --adam-beta1 2 --lr -1e-2 --clip-grad nan --tp 4 --save-interval 5 \
+                 --allow-change sede --eval-interval 0 --data-path nowhere";
+    let said = refused(folder, &format!("config check {MODEL} {flags}"), 2);
+    for fault in [
+        "no setting of that name may change; ",
+        "`--save-interval` is set, and `--save` is not",
+        "nowhere.idx",
+        "`eval-interval` is 0",
+        "`kv-channels` is 7, and rotary positions turn channels in pairs",
+        "`adam-beta1` is 2",
+        "`clip-grad` is NaN",
+        "TP 4 does not divide the 2 query groups",
+    ] {
+        assert!(said.contains(fault), "`{fault}` is not in\n{said}");
+    }
+}
+
+/// Of two that contradict each other neither is taken in silence.
+#[test]
+fn what_is_said_twice_in_opposite_ways_is_refused_with_both() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    std::fs::write(folder.join("a.toml"), "[training]\nseed = 7\n").unwrap();
+    std::fs::write(folder.join("b.toml"), "[training]\nlr = 1.0\n").unwrap();
+    let line = format!("train {MODEL} --train-iters 1");
+    for (flags, one, other) in [
+        ("--bf16 --fp32", "--bf16", "--fp32"),
+        ("--no-swiglu --swiglu", "--no-swiglu", "--swiglu"),
+        ("--sp --no-sequence-parallel", "--sequence-parallel", "--no-sequence-parallel"),
+        ("--add-bias-linear --disable-bias-linear", "--add-bias-linear", "--disable-bias-linear"),
+        ("--tie-embeddings --untie-embeddings-and-output-weights", "--tie-embeddings", "--untie-embeddings"),
+        ("--config a.toml --config b.toml", "`--config a.toml`", "`--config b.toml`"),
+        (
+            "--weight-decay 0.1 --weight-decay-incr-style linear",
+            "`weight_decay`",
+            "`weight_decay_incr_style`",
+        ),
+        ("--end-weight-decay 0.1", "`end_weight_decay`", "the weight decay does not rise"),
+    ] {
+        let said = refused(folder, &format!("{line} {flags}"), 2);
+        assert!(said.contains(one) && said.contains(other), "{flags}: {said}");
+    }
+    // Said twice alike, or the last of several numbers, as launch scripts do.
+    ok(folder, &format!("{line} --fp32 --fp32 --seed 1 --seed 2"));
+}
+
+/// A flag goes over the file, whichever of the two ways to say it either has.
+#[test]
+fn a_weight_decay_of_one_kind_goes_over_one_of_the_other() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let rises = "[training]\nweight_decay_incr_style = \"linear\"\nstart_weight_decay = 0.1\nend_weight_decay = 0.2\n";
+    std::fs::write(folder.join("rises.toml"), rises).unwrap();
+    std::fs::write(folder.join("stays.toml"), "[training]\nweight_decay = 0.3\n").unwrap();
+    let schedule = |flags: &str| {
+        ok(folder, &format!("train {MODEL} --train-iters 1 --save run {flags}"));
+        let inspected: serde_json::Value = serde_json::from_str(&ok(folder, "inspect run --json")).unwrap();
+        std::fs::remove_dir_all(folder.join("run")).unwrap();
+        let schedule = inspected["commit"]["config"]["schedule"].clone();
+        ["start_weight_decay", "end_weight_decay", "weight_decay_style"]
+            .map(|name| schedule[name].to_string())
+    };
+    assert_eq!(schedule("--config rises.toml"), ["0.1", "0.2", "\"linear\""]);
+    assert_eq!(schedule("--config rises.toml --weight-decay 0"), ["0.0", "0.0", "\"constant\""]);
+    let flags = "--weight-decay-incr-style cosine --start-weight-decay 0.01 --end-weight-decay 0.02";
+    assert_eq!(schedule(&format!("--config stays.toml {flags}")), ["0.01", "0.02", "\"cosine\""]);
+    let said = refused(folder, &format!("train {MODEL} --train-iters 1 --weight-decay-incr-style linear"), 2);
+    assert!(said.contains("`--start-weight-decay` is not set"), "{said}");
 }
 
 /// Model, training and data order come from the checkpoint; the layout from flags, as ever.
@@ -384,6 +537,13 @@ fn numbers_that_cannot_be_are_refused_with_what_can() {
     assert!(refused("--clip-grad nan").contains("`clip-grad` is NaN"));
     assert!(refused("--tp -1").contains("invalid value '-1' for '--tensor-model-parallel-size"));
     assert!(refused("--num-query-groups 0").contains("`num-query-groups` is 0"));
+    assert!(
+        refused("--micro-batch-size 0").ends_with("help: give `--micro-batch-size` a value of at least 1\n")
+    );
+    let said = refused("--kv-channels 7");
+    assert!(said.contains("`kv-channels` is 7, and rotary positions turn channels in pairs"), "{said}");
+    let said = refused("--rampup-batch-size 2 1 8 --epoch-tail drop");
+    assert!(said.contains("which grow here: 2 to 4 by 1 over 8 samples\n"), "{said}");
     expect![[r#"
         Error: RM6003
 
@@ -410,6 +570,7 @@ fn what_cannot_fit_the_memory_is_refused_before_it_is_asked_for() {
         let train = "--train-iters 1 --save run --hidden-dropout 0 --attention-dropout 0";
         let said = refused(folder, &format!("train {MODEL} {train} {flags}"), 8);
         assert!(said.starts_with("Error: RM2050\n\n  × this run needs at least "), "{flags}: {said}");
+        assert!(!said.contains(&u64::MAX.to_string()), "a size that cannot be counted is no number: {said}");
     }
     assert!(!folder.join("run").exists());
 }

@@ -12,8 +12,13 @@ impl TrainConfig {
     /// # Errors
     /// The first thing that does not fit, with the numbers.
     pub fn check(&self) -> Result<(), ConfigError> {
+        self.faults().into_iter().next().map_or(Ok(()), Err)
+    }
+
+    /// Everything that [`check`](Self::check) refuses, as far as one fault does not hide another.
+    pub fn faults(&self) -> Vec<ConfigError> {
         let m = &self.model;
-        for (what, value) in [
+        let sizes = [
             ("num-layers", m.num_layers),
             ("hidden-size", m.hidden_size),
             ("ffn-hidden-size", m.ffn_hidden_size),
@@ -21,53 +26,38 @@ impl TrainConfig {
             ("num-query-groups", m.num_query_groups),
             ("kv-channels", m.kv_channels),
             ("vocab-size", m.vocab_size),
-        ] {
-            if value == 0 {
-                return Err(ConfigError::Zero { what });
-            }
-        }
+        ];
+        let mut faults: Vec<ConfigError> = zeros(&sizes).collect();
+        let has_sizes = faults.is_empty();
         if let Some(Evaluation { interval, iters, .. }) = self.evaluation {
-            for (what, value) in [("eval-interval", interval), ("eval-iters", iters)] {
-                if value == 0 {
-                    return Err(ConfigError::Zero { what });
-                }
-            }
+            faults.extend(zeros(&[("eval-interval", interval), ("eval-iters", iters)]));
         }
-        let rotary_pair = if m.position_embedding == PositionEmbedding::Rope { 2 } else { 1 };
-        for (what, value, by, divisor) in [
-            ("num-attention-heads", m.num_attention_heads, "num-query-groups", m.num_query_groups),
-            ("kv-channels", m.kv_channels, "2 (rotary pairs)", rotary_pair),
-        ] {
-            if !value.is_multiple_of(divisor) {
-                return Err(ConfigError::Indivisible { what, value, by, divisor });
-            }
+        let (value, divisor) = (m.num_attention_heads, m.num_query_groups);
+        if has_sizes && !value.is_multiple_of(divisor) {
+            let (what, by) = ("num-attention-heads", "num-query-groups");
+            faults.push(ConfigError::Indivisible { what, value, by, divisor });
         }
-        self.check_numbers()?;
-        self.check_counted()?;
+        if m.position_embedding == PositionEmbedding::Rope && !m.kv_channels.is_multiple_of(2) {
+            faults.push(ConfigError::OddHead { kv_channels: m.kv_channels });
+        }
+        faults.extend(self.ranges());
+        faults.extend(self.too_large());
         if self.epoch_tail != EpochTail::Span && !self.batch.is_constant() {
-            return Err(ConfigError::TailOfSchedule { tail: self.epoch_tail, batch: self.batch.clone() });
+            faults.push(ConfigError::TailOfSchedule { tail: self.epoch_tail, batch: self.batch.clone() });
         }
         let layout = &self.parallel.layout();
         if layout.pp() != 1 {
-            return Err(ConfigError::Pipeline { pp: layout.pp() });
+            faults.push(ConfigError::Pipeline { pp: layout.pp() });
         }
         // Without experts, it is all the same how TP would cut them.
         let ExpertSizes { ep, egtp, .. } = layout.experts();
         if ep.max(egtp) > 1 {
-            return Err(ConfigError::Experts { ep, weight_shards: self.parallel.expert_weight_shards() });
+            faults.push(ConfigError::Experts { ep, weight_shards: self.parallel.expert_weight_shards() });
         }
-        let (tp, groups) = (layout.tp(), m.num_query_groups);
-        if !groups.is_multiple_of(tp as usize) {
-            return Err(ConfigError::QueryGroups { tp, groups });
+        if has_sizes {
+            faults.extend(self.undivided());
         }
-        match &self.numerics {
-            Numerics::Canonical(canonical) => self.check_canonical(canonical),
-            Numerics::Fast if !m.ffn_hidden_size.is_multiple_of(tp as usize) => {
-                let (what, by) = ("ffn-hidden-size", "tensor-model-parallel-size");
-                Err(ConfigError::Indivisible { what, value: m.ffn_hidden_size, by, divisor: tp as usize })
-            }
-            Numerics::Fast => Ok(()),
-        }
+        faults
     }
 
     /// Checks that the batches of all steps that are left after `consumed` samples divide over the ranks. Those before may not:
@@ -81,12 +71,12 @@ impl TrainConfig {
     }
 
     /// Numbers outside of which an update has no meaning, as the f32 that they are computed in.
-    fn check_numbers(&self) -> Result<(), ConfigError> {
+    fn ranges(&self) -> Vec<ConfigError> {
         let (m, o, s) = (&self.model, &self.optimizer, &self.schedule);
         let part = (0.0..1.0, "a number from 0 up to, not including, 1");
         let above_0 = (f32::MIN_POSITIVE..f32::INFINITY, "a finite number above 0, from 1.2e-38 on");
         let at_least_0 = (0.0..f32::INFINITY, "a finite number of at least 0");
-        for (what, value, (range, valid)) in [
+        let numbers = [
             ("hidden-dropout", m.hidden_dropout.into(), &part),
             ("attention-dropout", m.attention_dropout.into(), &part),
             ("adam-beta1", o.adam_beta1, &part),
@@ -98,16 +88,15 @@ impl TrainConfig {
             ("clip-grad", o.clip_grad, &at_least_0),
             ("lr", s.max_lr, &at_least_0),
             ("weight-decay", s.end_weight_decay, &at_least_0),
-        ] {
-            if !range.contains(&(value as f32)) {
-                return Err(ConfigError::Range { what, value: value.to_string(), valid });
-            }
-        }
-        Ok(())
+        ];
+        let outside = numbers.into_iter().filter(|(_, value, (range, _))| !range.contains(&(*value as f32)));
+        outside
+            .map(|(what, value, (_, valid))| ConfigError::Range { what, value: value.to_string(), valid })
+            .collect()
     }
 
     /// What random numbers are keyed by must fit its bits, and positions their table.
-    fn check_counted(&self) -> Result<(), ConfigError> {
+    fn too_large(&self) -> Vec<ConfigError> {
         let m = &self.model;
         let samples = self.batch.samples_after(self.train_iters).unwrap_or(u64::MAX);
         let seq_length = self.parallel.seq_length();
@@ -132,18 +121,40 @@ impl TrainConfig {
             counted.push(("num-attention-heads", m.num_attention_heads as u64, rng::MAX_HEADS.into()));
             counted.push(("train-samples", samples, rng::MAX_ORDINALS_ATTENTION));
         }
-        match counted.into_iter().find(|(_, value, max)| value > max) {
-            Some((what, value, max)) => Err(ConfigError::TooLarge { what, value, max }),
-            None => Ok(()),
+        let mut large: Vec<ConfigError> = Vec::new();
+        for (what, value, max) in counted {
+            // Both kinds of dropout count layers and samples.
+            let is_said = large
+                .iter()
+                .any(|said| matches!(said, ConfigError::TooLarge { what: said, .. } if *said == what));
+            if value > max && !is_said {
+                large.push(ConfigError::TooLarge { what, value, max });
+            }
+        }
+        large
+    }
+
+    /// What the layout does not divide, in a model whose sizes are not 0.
+    fn undivided(&self) -> Option<ConfigError> {
+        let (tp, groups, ffn) =
+            (self.parallel.layout().tp(), self.model.num_query_groups, self.model.ffn_hidden_size);
+        if !groups.is_multiple_of(tp as usize) {
+            return Some(ConfigError::QueryGroups { tp, groups });
+        }
+        match &self.numerics {
+            Numerics::Canonical(canonical) => self.check_canonical(canonical).err(),
+            Numerics::Fast => (!ffn.is_multiple_of(tp as usize)).then(|| {
+                let (what, by) = ("ffn-hidden-size", "tensor-model-parallel-size");
+                ConfigError::Indivisible { what, value: ffn, by, divisor: tp as usize }
+            }),
         }
     }
 
     fn check_canonical(&self, canonical: &Canonical) -> Result<(), ConfigError> {
         let Canonical { leaf_tokens: leaf, tp_leaves, .. } = *canonical;
-        for (what, value) in [("canonical-leaf-tokens", leaf), ("canonical-tp-leaves", tp_leaves)] {
-            if value == 0 {
-                return Err(ConfigError::Zero { what });
-            }
+        let leaves = [("canonical-leaf-tokens", leaf), ("canonical-tp-leaves", tp_leaves)];
+        if let Some(zero) = zeros(&leaves).next() {
+            return Err(zero);
         }
         let (groups, ffn) = (self.model.num_query_groups, self.model.ffn_hidden_size);
         if !tp_leaves.is_power_of_two() || !groups.is_multiple_of(tp_leaves) || !ffn.is_multiple_of(tp_leaves)
@@ -173,6 +184,11 @@ impl TrainConfig {
     }
 }
 
+/// What must be at least 1 and is 0.
+fn zeros<T: PartialEq + From<u8>>(sizes: &[(&'static str, T)]) -> impl Iterator<Item = ConfigError> {
+    sizes.iter().filter(|(_, value)| *value == T::from(0)).map(|(what, _)| ConfigError::Zero { what })
+}
+
 fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
@@ -197,6 +213,12 @@ pub enum ConfigError {
         by: &'static str,
         /// Its value.
         divisor: usize,
+    },
+    /// A head whose channels are no pairs, which rotary positions turn.
+    #[error("`kv-channels` is {kv_channels}, and rotary positions turn channels in pairs")]
+    OddHead {
+        /// Channels of a head.
+        kv_channels: usize,
     },
     /// TP does not divide the query groups.
     #[error(
@@ -225,7 +247,7 @@ pub enum ConfigError {
         weight_shards: u32,
     },
     /// A tail rule that counts in whole batches, and batches that grow.
-    #[error("epoch tail `{tail}` counts in global batches, which grow here: {batch} samples")]
+    #[error("epoch tail `{tail}` counts in global batches, which grow here: {batch}")]
     TailOfSchedule {
         /// The rule.
         tail: EpochTail,
@@ -291,13 +313,21 @@ pub enum ConfigError {
         what: &'static str,
     },
     /// More than the machine has.
-    #[error("this run needs at least {wanted} bytes of memory, and there are {there}")]
+    #[error("this run needs at least {} of memory, and there are {there}", bytes_or_more(.wanted))]
     Memory {
-        /// Bytes that it needs at least.
+        /// Bytes that it needs at least; `u64::MAX` where they cannot be counted.
         wanted: u64,
         /// Bytes that the machine has.
         there: u64,
     },
+}
+
+/// Sizes that cannot be counted are the largest number there is, which says nothing.
+fn bytes_or_more(wanted: &u64) -> String {
+    match *wanted {
+        u64::MAX => "2⁶⁴ bytes".to_owned(),
+        wanted => format!("{wanted} bytes"),
+    }
 }
 
 impl ConfigError {
@@ -313,6 +343,7 @@ impl ConfigError {
             ConfigError::TailOfSchedule { .. }
             | ConfigError::Zero { .. }
             | ConfigError::Indivisible { .. }
+            | ConfigError::OddHead { .. }
             | ConfigError::Range { .. }
             | ConfigError::TooLarge { .. } => "RM6003",
         }
@@ -344,6 +375,11 @@ impl ConfigError {
             ConfigError::Zero { what } => format!("give `{what}` a value of at least 1"),
             ConfigError::Indivisible { what, by, divisor, .. } => {
                 format!("make `{what}` a multiple of `{by}` ({divisor})")
+            }
+            ConfigError::OddHead { .. } => {
+                "give an even `kv-channels` (default: hidden size ÷ heads), or --position-embedding-type \
+                 learned_absolute"
+                    .to_owned()
             }
             ConfigError::TooLarge { what, max, .. } => format!("give `{what}` a value up to {max}"),
             ConfigError::Device { what } => format!("leave out `{what}`, or use --device cpu"),

@@ -5,7 +5,7 @@ use crate::data::{Blend, Sampler, TokenFileError};
 use crate::evaluate::Evaluator;
 use crate::resume::{Continuation, DataState, Resume, SavedRun, next_sample};
 use crate::run::RunError;
-use mesh::ProcessGroups;
+use mesh::{ProcessGroups, ScheduleConfig};
 
 /// A configuration with its tokens and the checkpoint that it goes on from, all of which fit: it can be trained.
 pub struct Trainable<'a> {
@@ -64,8 +64,12 @@ impl<'a> Trainable<'a> {
     pub fn changes(&self) -> Vec<String> {
         let (Some(from), Some(saved)) = (&self.from, self.saved()) else { return Vec::new() };
         let mut changes: Vec<String> = from.differences().iter().map(|d| d.field.to_owned()).collect();
-        if saved.config.schedule != self.config.schedule {
-            changes.push("schedule".to_owned());
+        let (before, now) = (fields(&saved.config.schedule), fields(&self.config.schedule));
+        let changed = before.iter().filter(|(name, value)| now.get(*name) != Some(*value));
+        let changed: Vec<String> =
+            changed.map(|(name, value)| format!("{name} {value} → {}", now[name])).collect();
+        if !changed.is_empty() {
+            changes.push(format!("schedule ({})", changed.join(", ")));
         }
         if changes.is_empty() && saved.config.batch != self.config.batch {
             changes.push("batch, as the layout takes it,".to_owned());
@@ -98,5 +102,13 @@ impl<'a> Trainable<'a> {
     /// What a checkpoint after `consumed` samples says about those that are next.
     pub(super) fn data(&self, consumed: u64) -> Result<DataState, TokenFileError> {
         DataState::new(self.config, self.tokens, &self.sampler, consumed)
+    }
+}
+
+/// The numbers of a schedule by the names that `checkpoint.json` has for them.
+fn fields(schedule: &ScheduleConfig) -> serde_json::Map<String, serde_json::Value> {
+    match serde_json::to_value(schedule) {
+        Ok(serde_json::Value::Object(fields)) => fields,
+        other => unreachable!("a struct of plain data, not {other:?}"),
     }
 }
