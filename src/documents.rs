@@ -9,7 +9,8 @@ use flate2::bufread::MultiGzDecoder;
 use parquet::Column;
 use std::fmt;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, IsTerminal, Read};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -59,12 +60,15 @@ pub(crate) fn read(
     })
 }
 
-/// The files that are meant: paths, and patterns such as `books/*.txt`, whose files come in alphabetical order. All of them can
-/// be opened.
-pub(crate) fn find(patterns: &[String]) -> anyhow::Result<Vec<PathBuf>> {
+/// The path that stands for stdin.
+pub(crate) const STDIN: &str = "-";
+
+/// The files that are meant: paths, patterns such as `books/*.txt`, whose files come in alphabetical order, and `-`, which is stdin. All
+/// of them can be opened; what may have to be waited for is told to `note`.
+pub(crate) fn find(patterns: &[String], note: impl Fn(String)) -> anyhow::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for pattern in patterns {
-        if Path::new(pattern).exists() || !pattern.contains(['*', '?', '[']) {
+        if pattern == STDIN || Path::new(pattern).exists() || !pattern.contains(['*', '?', '[']) {
             files.push(PathBuf::from(pattern));
             continue;
         }
@@ -88,10 +92,27 @@ pub(crate) fn find(patterns: &[String]) -> anyhow::Result<Vec<PathBuf>> {
             return Err(refusal.into());
         }
     }
+    if files.iter().filter(|file| file.as_os_str() == STDIN).count() > 1 {
+        let refusal = Refusal::new("RM6003", "`-`, stdin, is named twice", "it can be read once");
+        return Err(refusal.into());
+    }
     for file in &files {
-        open(file)?;
+        if file.as_os_str() == STDIN {
+            if io::stdin().is_terminal() {
+                note("reading from the terminal, up to Ctrl-D".to_owned());
+            }
+        } else if is_pipe(file) {
+            // Whoever writes into it would see it opened and closed again.
+            note(format!("`{}` is a pipe: waiting for what is written into it", file.display()));
+        } else {
+            open(file)?;
+        }
     }
     Ok(files)
+}
+
+fn is_pipe(file: &Path) -> bool {
+    std::fs::metadata(file).is_ok_and(|metadata| metadata.file_type().is_fifo())
 }
 
 fn documents(file: &Path, format: Option<InputFormat>, key: &str) -> anyhow::Result<Documents> {
@@ -117,6 +138,10 @@ fn documents(file: &Path, format: Option<InputFormat>, key: &str) -> anyhow::Res
         Ok(Document { place, format, bytes })
     };
     if format == InputFormat::Parquet {
+        if file.as_os_str() == STDIN || is_pipe(file) {
+            let message = format!("{place} is no file, and a Parquet file is read from its end");
+            return Err(Refusal::new("RM1031", message, "write it into a file first").into());
+        }
         let rows = (1..).zip(Column::open(file, key)?).map(move |(row, text)| {
             let place = Place { part: Some(("row", row)), ..place.clone() };
             let Some(bytes) = text? else {
@@ -148,6 +173,9 @@ fn documents(file: &Path, format: Option<InputFormat>, key: &str) -> anyhow::Res
 }
 
 fn open(file: &Path) -> anyhow::Result<Box<dyn BufRead>> {
+    if file.as_os_str() == STDIN {
+        return Ok(Box::new(io::stdin().lock()));
+    }
     let opened = File::open(file).with_context(|| format!("opening `{}`", file.display()))?;
     let bytes = BufReader::new(opened);
     Ok(match extension(file) {
@@ -174,9 +202,11 @@ fn format_of(file: &Path) -> InputFormat {
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let is_stdin = self.file.as_os_str() == STDIN;
+        let file = if is_stdin { "stdin".to_owned() } else { format!("`{}`", self.file.display()) };
         match self.part {
-            Some((part, number)) => write!(f, "{part} {number} of `{}`", self.file.display()),
-            None => write!(f, "`{}`", self.file.display()),
+            Some((part, number)) => write!(f, "{part} {number} of {file}"),
+            None => f.write_str(&file),
         }
     }
 }

@@ -61,7 +61,7 @@ impl Output {
     /// The result, as text for people or as one line of JSON.
     pub(crate) fn result(&self, result: &(impl Display + Serialize)) -> anyhow::Result<()> {
         match self.format {
-            Format::Auto | Format::Human => self.print(&result.to_string()),
+            Format::Auto | Format::Human => self.print(&lines(&result.to_string())),
             Format::Json => self.print(&serde_json::to_string(result)?),
             Format::Quiet => Ok(()),
         }
@@ -96,13 +96,35 @@ impl Output {
     }
 }
 
+/// One line of text: control characters of a name that somebody chose are shown, and neither obeyed by a terminal nor taken for the end
+/// of the line.
+pub(crate) fn one_line(text: &str) -> String {
+    escaped(text, char::is_control)
+}
+
+/// The same for text whose lines are meant.
+pub(crate) fn lines(text: &str) -> String {
+    escaped(text, |c| c.is_control() && c != '\n')
+}
+
+fn escaped(text: &str, is_shown: impl Fn(char) -> bool) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        match is_shown(c) {
+            true => shown.extend(c.escape_default()),
+            false => shown.push(c),
+        }
+    }
+    shown
+}
+
 /// Whether another process says what all of a job's would.
 static IS_SAID_ELSEWHERE: AtomicBool = AtomicBool::new(false);
 
 /// A line on stderr. Where nobody reads it, there is nobody to tell.
 pub(crate) fn complain(text: impl Display) {
     if !IS_SAID_ELSEWHERE.load(Ordering::Relaxed) {
-        complain_for_oneself(text);
+        complain_for_oneself(lines(&text.to_string()));
     }
 }
 
@@ -152,6 +174,8 @@ pub(crate) fn saved_layout(commit: &Commit) -> String {
 
 /// Rows of columns, each as wide as its widest cell, two spaces apart.
 pub(crate) fn table(rows: &[Vec<String>]) -> String {
+    let rows: Vec<Vec<String>> =
+        rows.iter().map(|row| row.iter().map(|cell| one_line(cell)).collect()).collect();
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
         rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)

@@ -2,7 +2,7 @@
 
 pub(crate) mod codes;
 
-use crate::output::complain_for_oneself;
+use crate::output::{complain_for_oneself, lines};
 use ckpt::IoClass;
 use codes::UNKNOWN;
 use miette::{Diagnostic, GraphicalReportHandler, GraphicalTheme, LabeledSpan, NamedSource, SourceCode};
@@ -184,7 +184,7 @@ impl Report {
         // A cause that its parent's text has already is not said again.
         let mut messages: Vec<String> = Vec::new();
         for cause in error.chain() {
-            let text = cause.to_string();
+            let text = lines(&cause.to_string());
             if !messages.last().is_some_and(|last| last.contains(&text)) {
                 messages.push(text);
             }

@@ -2,7 +2,7 @@
 //! Random streams are left out: they are keyed by the coordinates of a layout.
 
 use crate::location::Location;
-use crate::output::Output;
+use crate::output::{Output, one_line};
 use crate::slabs;
 use ckpt::{Checkpoint, StoredTensor};
 use mesh::StateKind;
@@ -61,6 +61,8 @@ fn digest(checkpoint: &Checkpoint, tensor: &StoredTensor) -> anyhow::Result<Tens
 /// One line a tensor, as `sha256sum` prints them.
 impl fmt::Display for Digests {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.tensors.iter().try_for_each(|(name, digest)| writeln!(f, "{}  {name}", digest.sha256))
+        self.tensors
+            .iter()
+            .try_for_each(|(name, digest)| writeln!(f, "{}  {}", digest.sha256, one_line(name)))
     }
 }

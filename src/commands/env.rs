@@ -29,6 +29,8 @@ const VARIABLES: [&str; 14] = [
 struct Environment {
     schema: &'static str,
     version: &'static str,
+    /// Versions of the native format that are read; the last one is written.
+    checkpoint_versions: [u32; 1],
     system: String,
     /// As many as this process may use.
     cores: Option<usize>,
@@ -51,6 +53,7 @@ pub(crate) fn run(output: &Output) -> anyhow::Result<ExitCode> {
     output.result(&Environment {
         schema: "remesh.env/1",
         version: env!("CARGO_PKG_VERSION"),
+        checkpoint_versions: [ckpt::VERSION],
         system: [&words.into_iter().flatten().collect::<Vec<_>>().join(" "), std::env::consts::ARCH]
             .join(" "),
         cores: std::thread::available_parallelism().ok().map(Into::into),
@@ -66,6 +69,7 @@ impl fmt::Display for Environment {
         let unknown = || "unknown".to_owned();
         let fixed = [
             ("remesh", self.version.to_owned()),
+            ("checkpoints", format!("version {} of the native format is read and written", ckpt::VERSION)),
             ("system", self.system.clone()),
             ("cores", self.cores.map_or_else(unknown, |cores| cores.to_string())),
             ("memory", self.memory_bytes.map_or_else(unknown, crate::output::human_bytes)),

@@ -1,6 +1,6 @@
 //! `remesh data tokenize`: text to a token file.
 
-use crate::documents::{self, Document, InputFormat};
+use crate::documents::{self, Document, InputFormat, STDIN};
 use crate::encoder::Encoder;
 use crate::output::{Output, count};
 use crate::report::Refusal;
@@ -18,7 +18,7 @@ const BATCH_BYTES: usize = 8 << 20;
 /// Flags of `remesh data tokenize`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct TokenizeArgs {
-    /// Files to read, or quoted patterns such as 'books/*.jsonl.gz'
+    /// Files to read, quoted patterns such as 'books/*.jsonl.gz', or - for stdin
     #[arg(required = true, value_name = "FILE")]
     files: Vec<String>,
     /// Write PREFIX.bin, PREFIX.idx and PREFIX.tokenizer.json
@@ -56,7 +56,7 @@ struct Tokenized {
 
 /// Tokenizes files.
 pub(crate) fn run(args: &TokenizeArgs, output: &Output) -> anyhow::Result<ExitCode> {
-    let files = documents::find(&args.files)?;
+    let files = documents::find(&args.files, |text| output.note(text))?;
     check_target(&args.output, &files, args.force)?;
     let encoder = match &args.tokenizer {
         None => Encoder::byte(&args.json_key, args.append_eod),
@@ -80,6 +80,11 @@ pub(crate) fn run(args: &TokenizeArgs, output: &Output) -> anyhow::Result<ExitCo
         for ids in ids {
             writer.add_document(ids?).with_context(writing)?;
         }
+    }
+    if num_documents == 0 {
+        let message = "there is no document in what was read, only empty lines or nothing";
+        let help = "--input-format says what the files hold, where their names do not";
+        return Err(Refusal::new("RM1023", message, help).into());
     }
     let tokens = writer.finish().with_context(writing)?;
     output.result(&Tokenized {
@@ -115,7 +120,7 @@ fn check_target(prefix: &Path, documents: &[PathBuf], force: bool) -> anyhow::Re
         PathBuf::from(path)
     });
     let there: Vec<PathBuf> = written.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect();
-    for path in documents {
+    for path in documents.iter().filter(|path| path.as_os_str() != STDIN) {
         let own = std::fs::canonicalize(path).with_context(|| format!("opening `{}`", path.display()))?;
         if there.contains(&own) {
             let message = format!("`{}` is a document, and would be written over", path.display());

@@ -1,7 +1,7 @@
 //! `remesh verify`: whether a checkpoint is as it was written.
 
 use crate::location::Location;
-use crate::output::{Output, complain, count, human_bytes};
+use crate::output::{Output, complain, count, human_bytes, one_line};
 use crate::report::is_damage;
 use ckpt::{Checkpoint, OpenError, Store};
 use serde::Serialize;
@@ -90,13 +90,18 @@ fn open(location: &Location, faults: &mut Vec<String>) -> anyhow::Result<Option<
 impl fmt::Display for Verified {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for fault in &self.faults {
-            writeln!(f, "BAD  {fault}")?;
+            writeln!(f, "BAD  {}", one_line(fault))?;
         }
         if !self.ok {
-            return f.write_str(&count(self.faults.len() as u64, "fault"));
+            f.write_str(&count(self.faults.len() as u64, "fault"))?;
+            return match self.step.filter(|_| self.tensors > 0) {
+                Some(step) => write!(f, "; step {step} was checked"),
+                None => Ok(()),
+            };
         }
         let (tensors, chunks) = (count(self.tensors as u64, "tensor"), count(self.chunks as u64, "chunk"));
-        write!(f, "ok   {tensors}, every element in one of {chunks}; ")?;
+        let step = self.step.map(|step| format!("step {step}: ")).unwrap_or_default();
+        write!(f, "ok   {step}{tensors}, every element in one of {chunks}; ")?;
         match self.bytes_read {
             0 => f.write_str("data not read"),
             bytes => write!(f, "{} read, all as written", human_bytes(bytes)),

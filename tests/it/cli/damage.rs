@@ -17,7 +17,7 @@ fn verifying_a_run_finds_what_is_wrong_with_its_newest_commit() {
         let said = text(&verified.stdout);
         assert!(said.starts_with("BAD  step 3 is passed over (RM4021): "), "{said}");
     }
-    ok(folder, "verify run@2");
+    assert!(ok(folder, "verify run@2").starts_with("ok   step 2: "));
     // Without its commit it is no checkpoint, only what a save left behind.
     std::fs::remove_file(commit).unwrap();
     let verified = remesh(folder, "verify run");
@@ -38,6 +38,7 @@ fn damage_makes_an_older_step_stand_in_and_verify_names_it() {
     let verified = remesh(folder, "verify run");
     assert_eq!(verified.status.code(), Some(1));
     let said = text(&verified.stdout);
+    assert!(said.ends_with("1 fault; step 4 was checked\n"), "{said}");
     assert!(
         said.starts_with("BAD  `") && said.contains(pack.file_name().unwrap().to_str().unwrap()),
         "{said}"
@@ -88,6 +89,15 @@ fn a_step_that_is_not_whole_is_passed_over_by_every_command_and_listed_with_the_
         1 fault
     "#]]
     .assert_eq(&text(&verified.stdout));
+    // The others take the same one, each with a line about the step that they pass over.
+    for line in ["inspect run", "plan run", "verify run", "digest run", "diff run run@2"] {
+        let output = remesh(folder, line);
+        assert!(output.status.success(), "{line}");
+        assert!(text(&output.stderr).contains("step 4 is passed over (RM4020)"), "{line}");
+        assert_eq!(text(&output.stdout), ok(folder, &line.replacen("run", "run@2", 1)), "{line}");
+    }
+    let resumed = ok(folder, &format!("train {MODEL} --train-iters 4 --load run --save other"));
+    assert!(resumed.starts_with("resumed step 2 of run: "), "{resumed}");
     // Where none is left, the refusal alone says why.
     std::fs::remove_file(folder.join("run/iter_0000002/checkpoint.json")).unwrap();
     let said = refused(folder, &format!("train {MODEL} --train-iters 4 --load run --save new"), 6);

@@ -4,8 +4,9 @@ use super::{MODEL, command, metrics, ok, refused, text};
 use expect_test::expect;
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
+use std::process::Stdio;
 use train::data::{TokenFile, Tokenizer};
 
 const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tokenizer");
@@ -287,6 +288,49 @@ fn a_token_file_is_replaced_by_force_alone_and_only_by_a_whole_one() {
     std::fs::remove_file(folder.join("tokens.bin")).unwrap();
     std::fs::remove_file(folder.join("tokens.idx")).unwrap();
     refused(folder, "data tokenize a.txt -o tokens", 7);
+}
+
+/// Stdin and pipes are read once, from their beginning to their end.
+#[test]
+fn text_comes_through_stdin_and_pipes_and_whoever_waits_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    std::fs::write(folder.join("lines"), "ab\n\nc\n").unwrap();
+    let stdin = || std::fs::File::open(folder.join("lines")).unwrap();
+    let tokenize =
+        |line: &str| command(folder, &format!("data tokenize {line}")).stdin(stdin()).output().unwrap();
+    let output = tokenize("- --input-format lines -o tokens");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert_eq!(ids(&folder.join("tokens")), [97, 98, 256, 99, 256]);
+    let said = text(&tokenize("- --input-format jsonl -o other").stderr);
+    assert!(said.contains("line 1 of stdin"), "{said}");
+    assert!(text(&tokenize("- - -o other").stderr).contains("`-`, stdin, is named twice"));
+    assert!(text(&tokenize("- --input-format parquet -o other").stderr).contains("stdin is no file"));
+
+    let pipe = folder.join("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let mut waiting = command(folder, "data tokenize pipe -o piped");
+    let mut waiting = waiting.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut said = String::new();
+    BufReader::new(waiting.stderr.take().unwrap()).read_line(&mut said).unwrap();
+    assert_eq!(said, "`pipe` is a pipe: waiting for what is written into it\n");
+    std::fs::write(&pipe, "xyz").unwrap();
+    assert!(waiting.wait().unwrap().success());
+    assert_eq!(ids(&folder.join("piped")), [120, 121, 122, 256]);
+}
+
+#[test]
+fn no_document_makes_no_token_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    std::fs::write(folder.join("empty.jsonl"), "\n \n").unwrap();
+    let said = refused(folder, "data tokenize empty.jsonl -o tokens", 2);
+    assert!(said.contains("RM1023") && said.contains("there is no document in what was read"), "{said}");
+    assert!(written(folder).is_empty());
+    // A file of no text is a document of its end token.
+    std::fs::write(folder.join("empty.txt"), "").unwrap();
+    ok(folder, "data tokenize empty.txt -o tokens");
+    assert_eq!(ids(&folder.join("tokens")), [256]);
 }
 
 #[test]

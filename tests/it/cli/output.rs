@@ -70,6 +70,44 @@ fn a_run_goes_on_when_nobody_reads_its_lines() {
     ok(folder, "verify run@3");
 }
 
+/// A name that would clear the screen, or look like a line of its own.
+#[test]
+fn control_characters_of_names_are_shown_and_never_obeyed() {
+    use ckpt::testing::{RankMemory, Ranks, header, save};
+    use mesh::{DType, GroupTable, ParallelLayout, Placement, Shape, StateEntry, StateKind, StateTable};
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let layout = ParallelLayout::single();
+    let table = StateTable::new(vec![StateEntry {
+        key: "w\u{1b}[2J\nok   all is well\r".into(),
+        kind: StateKind::Model,
+        dtype: DType::F32,
+        placement: Placement::replicated(&Shape::new(&[400])),
+    }])
+    .unwrap();
+    let store = ckpt::Store::create(folder.join("run").to_str().unwrap()).unwrap();
+    Ranks::new(GroupTable::new("model", &layout)).run(|groups, exchange| {
+        let memory = RankMemory::labelled(&table, &groups);
+        save(&store, header(1, layout), &table, &groups, exchange, &memory).unwrap();
+    });
+    let shown = |line: &str| {
+        let output = remesh(folder, line);
+        let said = text(&output.stdout) + &text(&output.stderr);
+        let is_plain = said.chars().all(|c| !c.is_control() || c == '\n');
+        assert!(is_plain && !said.contains("\nok   all is well"), "{line}: {said:?}");
+        said
+    };
+    let name = r"w\u{1b}[2J\nok   all is well\r";
+    assert!(shown("inspect run").contains(name) && shown("digest run").contains(name));
+    shown("ls run");
+    shown("diff run run");
+    super::damage_data(&folder.join("run/iter_0000001"));
+    let verified = shown("verify run");
+    assert!(verified.starts_with("BAD  ") && verified.contains(name), "{verified}");
+    assert_eq!(verified.lines().count(), 2, "{verified}");
+    assert!(shown("digest run").contains("is damaged"));
+}
+
 /// Commands are named in backticks, in texts of every crate and in the documents.
 #[test]
 fn every_command_that_a_text_names_is_there() {
