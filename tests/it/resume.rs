@@ -6,7 +6,8 @@ use expect_test::expect;
 use mesh::{BatchSchedule, Ramp, Region};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 use train::backend::Device;
 use train::config::{
     Activation, Biases, Documents, EpochTail, LossAverage, ModelConfig, Normalization, Numerics,
@@ -361,6 +362,80 @@ fn a_commit_that_contradicts_itself_is_refused() {
         "`rng_state` has shape 1 × 1 × 1 × 5 × 6 in the checkpoint, where its layout makes 1 × 2 × 1 × 5 × 6"
     ]
     .assert_eq(&refusal(&other_layout));
+}
+
+/// Groups of parameters are tied to names: neither their order nor the layout is of account, another group is.
+#[test]
+fn a_parameter_stays_in_its_group_or_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = support::token_file(folder.path(), 6000);
+    let [store, target] = [(); 2].map(|()| Store::open("memory://").unwrap());
+    let config = TrainConfig { train_iters: 2, ..POWERS.config(layout(2, true, 1, 2, 1, 1)) };
+    train(&TrainConfig { train_iters: 1, ..config.clone() }, &tokens, &store, None, 0, |_| {}).unwrap();
+    let resumed = |edit: &dyn Fn(&mut Vec<serde_json::Value>, &mut Vec<serde_json::Value>)| {
+        let edited = Edited::new(&store, 1, |commit| {
+            let groups = commit.run.groups.as_object_mut().unwrap();
+            let [mut decay, mut no_decay] =
+                ["decay", "no_decay"].map(|name| groups[name].as_array().unwrap().clone());
+            edit(&mut decay, &mut no_decay);
+            (groups["decay"], groups["no_decay"]) = (decay.into(), no_decay.into());
+        });
+        train(&config, &tokens, &target, Some(&edited), 0, |_| {}).map(|told| told.steps.len())
+    };
+    assert_eq!(resumed(&|decay, no_decay| (decay.reverse(), no_decay.reverse()).1).unwrap(), 1);
+    let error = resumed(&|decay, no_decay| no_decay.extend(decay.drain(..2))).unwrap_err();
+    expect!["the checkpoint and this run differ: parameter group is without weight decay for `embedding.word_embeddings.weight` and 1 more in the checkpoint but with it here"].assert_eq(&error.to_string());
+}
+
+/// A checkpoint of which the first rank that reads finds a damaged chunk; the others have a slow store.
+struct DamagedForOne {
+    inner: Checkpoint,
+    readers: AtomicUsize,
+}
+
+impl StateSource for DamagedForOne {
+    fn commit(&self) -> &Commit {
+        self.inner.commit()
+    }
+
+    fn catalog(&self) -> &Catalog {
+        self.inner.catalog()
+    }
+
+    fn read(&self, plan: &LoadPlan, sink: &mut Sink<'_>) -> Result<ReadReport, ckpt::LoadError> {
+        if self.readers.fetch_add(1, Ordering::Relaxed) == 0 {
+            let tensor = &self.catalog().tensors()[0];
+            return Err(ckpt::LoadError::Damaged {
+                key: tensor.key.clone(),
+                region: Box::new(Region::whole(&tensor.shape)),
+                object: "0.pack".to_owned(),
+                bytes: 0..1,
+                expected: 1,
+                found: 2,
+            });
+        }
+        self.inner.read(plan, &mut |target, within, bytes| {
+            std::thread::sleep(Duration::from_millis(500));
+            sink(target, within, bytes)
+        })
+    }
+}
+
+/// Each of the others would take more than 15 s: it ends with the next bytes that it gets, and the damage is what is told.
+#[test]
+fn damage_that_one_rank_finds_ends_the_loads_of_all() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = support::token_file(folder.path(), 6000);
+    let store = Store::open("memory://").unwrap();
+    let config = TrainConfig { train_iters: 2, ..POWERS.config(layout(1, false, 1, 1, 1, 4)) };
+    train(&TrainConfig { train_iters: 1, ..config.clone() }, &tokens, &store, None, 0, |_| {}).unwrap();
+    let source = DamagedForOne { inner: store.checkpoint(1).unwrap(), readers: AtomicUsize::new(0) };
+    assert!(source.catalog().tensors().len() > 30);
+    let start = Instant::now();
+    let error = train(&config, &tokens, &store, Some(&source), 0, |_| {}).err().unwrap();
+    assert_eq!(error.code(), "RM4021", "{error}");
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    assert_eq!(source.readers.into_inner(), 4);
 }
 
 /// Going on with other samples is never called the same run.

@@ -14,12 +14,15 @@ pub use streams::{RngPolicy, StreamCell};
 use crate::comm::CommError;
 use crate::config::TrainConfig;
 use crate::state::{MASTER, RunState, Streams};
-use crate::step::Trainer;
-use ckpt::{Commit, Counters, OwnShard, StateSource, StoredTensor, Strictness, own_shards, plan_load};
+use crate::step::{ParamGroups, Trainer};
+use ckpt::{
+    Commit, Counters, LoadError, OwnShard, StateSource, StoredTensor, Strictness, own_shards, plan_load,
+};
 use compare::{check_random, other_samples};
 use mesh::{ParallelLayout, ShardedTensor, StateKind, TensorKey};
 use prove::prove;
 use serde::{Deserialize, Serialize};
+use std::rc::Rc;
 use std::time::Instant;
 use streams::{Continued, load_streams};
 
@@ -131,6 +134,9 @@ pub(crate) fn load(
     let scheduler = saved.as_ref().map(|saved| saved.scheduler.clone()).unwrap_or_default();
     let scheduler_samples = if resume.selection.optimizer { scheduler.num_steps } else { 0 };
 
+    if resume.selection.optimizer {
+        compare_groups(commit, &trainer.param_groups(state.prefix()))?;
+    }
     let mut own: Vec<OwnShard> = own_shards(state.table(), trainer.groups())?;
     let cells = own
         .extract_if(.., |own| state.table().entries()[own.entry].kind == StateKind::Rng)
@@ -195,6 +201,31 @@ pub(crate) fn load(
     })
 }
 
+/// Checks that each parameter is in the group that it was in: groups are tied to names, whatever their order.
+///
+/// # Errors
+/// The parameters that are not.
+fn compare_groups(commit: &Commit, own: &ParamGroups) -> Result<(), ResumeError> {
+    let saved: ParamGroups = serde_json::from_value(commit.run.groups.clone())
+        .map_err(|source| ResumeError::Field { field: "groups", source })?;
+    let moved = |from: &[TensorKey], to: &[TensorKey]| {
+        let mut keys = from.iter().filter(|key| to.contains(key));
+        let first = keys.next().map(|key| format!("`{key}`"))?;
+        let others = keys.count();
+        Some(if others == 0 { first } else { format!("{first} and {others} more") })
+    };
+    let directions = [
+        (moved(&saved.decay, &own.no_decay), "with weight decay", "without"),
+        (moved(&saved.no_decay, &own.decay), "without weight decay", "with it"),
+    ];
+    let difference = |(moved, saved, wanted): (Option<String>, &str, &str)| {
+        let (saved, wanted) = (format!("{saved} for {}", moved?), wanted.to_owned());
+        Some(Difference { field: "parameter group", saved, wanted, overridable: false })
+    };
+    let differences: Vec<Difference> = directions.into_iter().filter_map(difference).collect();
+    if differences.is_empty() { Ok(()) } else { Err(ResumeError::Differs { differences }) }
+}
+
 struct Loaded {
     num_tensors: usize,
     bytes_read: u64,
@@ -214,10 +245,20 @@ fn fill(
         wants(resume.selection, stored.kind) || wanted.iter().any(|shard| shard.key == stored.key)
     };
     let plan = plan_load(resume.source.catalog(), &wanted, &strictness, &in_scope)?;
+    let comm = Rc::clone(&trainer.comms().tp_dp_cp);
     let (_, be) = trainer.parts();
-    let report = resume.source.read(&plan, &mut |target, within, bytes| {
+    let read = resume.source.read(&plan, &mut |target, within, bytes| {
+        // A load may take long, and is of no use once another rank has failed.
+        comm.check()?;
         let own = &own[target];
         state.write(be, own.entry, &within.shifted_by(own.local.lo()), bytes).map_err(Into::into)
+    });
+    let report = read.map_err(|error| match error {
+        LoadError::Sink { key, source } => match source.downcast::<CommError>() {
+            Ok(failed) => ResumeError::Comm(*failed),
+            Err(source) => LoadError::Sink { key, source }.into(),
+        },
+        error => error.into(),
     })?;
     let missing = plan.missing.iter().chain(&plan.extra).map(|key| key.to_string());
     let bytes = trainer.comms().tp_dp_cp.gather_bytes("load.bytes_read", &report.bytes_read.to_le_bytes())?;
