@@ -3,6 +3,7 @@
 mod damage;
 mod data;
 mod diff;
+mod manual;
 mod output;
 mod places;
 mod plan;
