@@ -1,7 +1,7 @@
 //! What a step's loss is divided by: valid tokens of the global batch, or samples, however the batch is cut.
 
 use crate::support::{self, Layout, tiny_model};
-use mesh::{GroupTable, Rank};
+use mesh::GroupTable;
 use std::sync::Arc;
 use train::backend::Device;
 use train::comm::threads::{World, WorldOptions};
@@ -53,15 +53,22 @@ fn batch(valid: &[usize], micro_batch_size: usize, average: LossAverage) -> Rank
 
 /// One step from scratch on one rank.
 fn step(micro_batch_size: u32, batch: &RankBatch) -> StepOutcome {
-    let config = config(micro_batch_size);
+    step_of(&config(micro_batch_size), std::slice::from_ref(batch))
+}
+
+/// One step from scratch on ranks that each have a batch.
+fn step_of(config: &TrainConfig, batches: &[RankBatch]) -> StepOutcome {
     let table = Arc::new(GroupTable::new("model", config.parallel.layout()));
-    let outcomes = World::run(1, WorldOptions::default(), |context| {
-        let groups = table.for_rank(Rank(0));
+    let outcomes = World::run(batches.len() as u32, WorldOptions::default(), |context| {
+        let groups = table.for_rank(context.rank());
         let comms = Comms::new(&groups, |kind| context.comm(&groups, kind)).unwrap();
-        let mut trainer = Trainer::new(&config, &groups, comms, &Device::Cpu).unwrap();
+        let mut trainer = Trainer::new(config, &groups, comms, &Device::Cpu).unwrap();
+        let batch = &batches[context.rank().0 as usize];
         trainer.step(batch, &StepSettings { lr: 1e-2, weight_decay: 0.01, update: 1 })
     });
-    outcomes.map_err(|error| error.first.reason.to_string()).unwrap()[0]
+    let outcomes = outcomes.map_err(|error| error.first.reason.to_string()).unwrap();
+    assert!(outcomes.iter().all(|outcome| *outcome == outcomes[0]), "{outcomes:?}");
+    outcomes[0]
 }
 
 /// Two tokens of one sample and six of another weigh as eight tokens, not as two means.
@@ -90,6 +97,31 @@ fn a_loss_does_not_depend_on_the_micro_batch_and_masked_samples_change_nothing()
         let valid = [2, 6, 16, 0];
         let outcomes = [1, 2, 4].map(|size| step(size, &batch(&valid, size as usize, average)));
         assert_eq!(outcomes, [outcomes[0]; 3], "bits under micro-batches of 1, 2 and 4");
+    }
+}
+
+/// The count is the global batch's, whoever has which samples, and one without a valid token adds nothing.
+#[test]
+fn a_rank_without_a_valid_token_adds_nothing_to_the_others() {
+    let valid = [2, 0, 16, 6];
+    for average in [LossAverage::Token, LossAverage::Sample] {
+        let whole = batch(&valid, 1, average);
+        let expected = step(1, &whole);
+        assert!(expected.loss.is_finite() && expected.grad_norm > 0.0);
+        for dp in [2, 4] {
+            let parallel = Layout { dp, ..Layout::SINGLE }.parallel(SEQ as u64, 4).unwrap();
+            let config = TrainConfig { parallel, ..config(1) };
+            // Lanes take turns.
+            let of_rank = |rank| {
+                let own = whole.micro_batches.iter().skip(rank).step_by(dp as usize);
+                let valid = own.clone().map(|own| own.weights.iter().filter(|weight| **weight > 0.0).count());
+                let count =
+                    valid.map(|valid| if average == LossAverage::Token { valid } else { valid.min(1) });
+                RankBatch { count: count.sum::<usize>() as u64, micro_batches: own.cloned().collect() }
+            };
+            let batches: Vec<RankBatch> = (0..dp as usize).map(of_rank).collect();
+            assert_eq!(step_of(&config, &batches), expected, "{average:?} over {dp}");
+        }
     }
 }
 

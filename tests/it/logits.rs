@@ -1,6 +1,6 @@
 //! Models of Hugging Face, imported: the logits of a forward pass are those that transformers gives.
 
-use crate::support::{self, Layout};
+use crate::support::{self, Layout, tied_model, tiny_gpt2, tiny_model};
 use ckpt::{SafetensorsFolder, Store};
 use half::bf16;
 use mesh::{DType, GroupTable};
@@ -93,10 +93,21 @@ fn logits(name: &str, ids: &[Vec<i32>], layout: Layout) -> Vec<f32> {
     let folder = fixture(name);
     let model = HfModel::of_config(&json(&folder.join("config.json"))).unwrap();
     let weights = weights(&model, &folder);
+    forward(model_config(&model), Some(&weights), ids, layout)
+}
+
+/// The same of any model; without weights of those that it starts from.
+fn forward(
+    model: ModelConfig,
+    weights: Option<&BTreeMap<String, Vec<f32>>>,
+    ids: &[Vec<i32>],
+    layout: Layout,
+) -> Vec<f32> {
     let (batch, seq) = (ids.len(), ids[0].len());
     let layout = Layout { mbs: batch as u32, ..layout };
-    let parallel = layout.parallel(seq as u64, batch as u64).unwrap();
-    let config = support::config(model_config(&model), parallel, 1);
+    let lanes = layout.dp * layout.gtp / layout.nseq;
+    let parallel = layout.parallel(seq as u64, batch as u64 * u64::from(lanes)).unwrap();
+    let config = support::config(model, parallel, 1);
     config.check().unwrap();
     let tokens = ids.concat();
     let micro_batch = MicroBatch {
@@ -112,7 +123,9 @@ fn logits(name: &str, ids: &[Vec<i32>], layout: Layout) -> Vec<f32> {
         let groups = table.for_rank(context.rank());
         let comms = Comms::new(&groups, |kind| context.comm(&groups, kind)).unwrap();
         let mut trainer = Trainer::new(&config, &groups, comms, &Device::Cpu).unwrap();
-        trainer.set_weights(|param| weights[param.key.as_str()].clone()).unwrap();
+        if let Some(weights) = weights {
+            trainer.set_weights(|param| weights[param.key.as_str()].clone()).unwrap();
+        }
         let first = trainer.logits(&micro_batch)?;
         // A forward pass leaves nothing behind.
         assert_eq!(trainer.logits(&micro_batch)?, first);
@@ -159,4 +172,24 @@ fn qwen2_with_biases_and_a_tied_head_gives_the_logits_of_transformers() {
 #[test]
 fn gpt2_gives_the_logits_of_transformers() {
     gives_the_logits_of_transformers("gpt2_f32");
+}
+
+/// Sums that TP splits run in the same order whoever has which part, and the vocabulary's columns come back in theirs.
+#[test]
+fn logits_have_the_same_bits_under_any_tensor_parallelism() {
+    let ids: Vec<Vec<i32>> =
+        (0..2).map(|sample| (0..16).map(|at| (sample * 90 + at * 13) % 251).collect()).collect();
+    for model in [tiny_model(8), tied_model(8), tiny_gpt2(8)] {
+        let bits = |layout| -> Vec<u32> {
+            forward(model.clone(), None, &ids, layout).iter().map(|logit| logit.to_bits()).collect()
+        };
+        let expected = bits(Layout::SINGLE);
+        assert_eq!(expected.len(), 2 * 16 * 257);
+        for tp in [2, 4, 8] {
+            for (sp, gtp) in [(false, 1), (true, 1), (true, 2)] {
+                let layout = Layout { tp, sp, gtp, ..Layout::SINGLE };
+                assert!(bits(layout) == expected, "{layout:?}");
+            }
+        }
+    }
 }

@@ -9,6 +9,7 @@ mod plans;
 mod retention;
 mod round_trip;
 mod safetensors;
+mod sharing;
 mod support;
 mod sweep;
 mod two_runs;

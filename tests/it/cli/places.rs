@@ -149,22 +149,81 @@ fn places_may_have_any_name() {
     std::fs::create_dir_all(folder.join("elsewhere")).unwrap();
     std::os::unix::fs::symlink("elsewhere", folder.join("link")).unwrap();
     let absolute = folder.join("absolute").display().to_string();
-    for place in ["a run", "läufe/Ü 1", "slash//", "link", "./a/../b", "50%25#?", absolute.as_str()] {
+    // An accent of its own, and the letter that has it, are two names.
+    let (composed, apart) = ("ein é 🚂", "ein e\u{301} 🚂");
+    let long = "n".repeat(200);
+    let names = ["a run", "50%25#?", "100%25", "[run]", "a+b", "-run", composed, apart, &long];
+    for place in [&names[..], &["läufe/Ü 1", "slash//", "link", "./a/../b", &absolute]].concat() {
         let run = |words: &[&str]| {
             let output = command(folder, "").args(words).output().unwrap();
             assert!(output.status.success(), "{place}: {}", text(&output.stderr));
             text(&output.stdout)
         };
-        let model: Vec<&str> =
-            MODEL.split_whitespace().chain(["--lr-decay-iters", "2", "--save", place]).collect();
+        let save = format!("--save={place}");
+        let model: Vec<&str> = MODEL.split_whitespace().chain(["--lr-decay-iters", "2", &save]).collect();
         run(&[&["train", "--train-iters", "1"], &model[..]].concat());
         let said = run(&[&["train", "--train-iters", "2"], &model[..]].concat());
         assert!(said.starts_with("resumed step 1 of ") && said.contains("verified L2"), "{place}: {said}");
-        assert!(run(&["verify", place]).starts_with("ok "), "{place}");
-        assert_eq!(run(&["ls", place]).lines().count(), 2, "{place}");
-        assert_eq!(run(&["digest", &format!("{place}@2")]), run(&["digest", place]), "{place}");
+        assert!(run(&["verify", "--", place]).starts_with("ok "), "{place}");
+        assert_eq!(run(&["ls", "--", place]).lines().count(), 2, "{place}");
+        assert_eq!(run(&["digest", "--", &format!("{place}@2")]), run(&["digest", "--", place]), "{place}");
+    }
+    let there: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    for name in names {
+        assert!(there.iter().any(|there| there == name), "`{name}` is not among {there:?}");
     }
     assert!(folder.join("elsewhere/iter_0000002").is_dir());
+}
+
+/// Of every file, whatever wrote it: nobody in the group is shut out, and nobody else let in.
+#[test]
+fn modes_and_group_are_what_umask_and_folder_say() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    for (umask, of_files, of_folders) in [("022", 0o644, 0o755), ("027", 0o640, 0o750), ("077", 0o600, 0o700)]
+    {
+        let shared = folder.join(format!("shared-{umask}"));
+        std::fs::create_dir(&shared).unwrap();
+        set_permissions(&shared, Permissions::from_mode(0o2775)).unwrap();
+        let train = format!("train {MODEL} --train-iters 2 --save-interval 1 --save shared-{umask}/run");
+        let script = format!("umask {umask}; exec {} {train}", env!("CARGO_BIN_EXE_remesh"));
+        let output = Command::new("sh").current_dir(folder).args(["-c", &script]).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let group = std::fs::metadata(&shared).unwrap().gid();
+        let found = names(&shared.join("run"));
+        assert!(found.len() > 10 && found.iter().any(|name| name.ends_with("metrics.jsonl")), "{found:?}");
+        for name in found {
+            let metadata = std::fs::metadata(&name).unwrap();
+            let expected = if metadata.is_dir() { of_folders } else { of_files };
+            assert_eq!(metadata.mode() & 0o777, expected, "{name} under umask {umask}");
+            assert_eq!(metadata.gid(), group, "{name}");
+        }
+    }
+}
+
+/// What a checkpoint holds is read a little at a time: a limit of 100 MiB of memory is enough for one of more than that.
+#[test]
+fn a_large_checkpoint_is_looked_at_in_little_memory_and_without_ranks() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let large = MODEL.replace("--hidden-size 16", "--hidden-size 256");
+    ok(
+        folder,
+        &format!(
+            "train {large} --train-iters 1 --vocab-size 24000 --save run --tp 2 --cp 2 --weight-shards 4"
+        ),
+    );
+    let bytes: u64 =
+        names(&folder.join("run")).iter().map(|name| std::fs::metadata(name).unwrap().len()).sum();
+    assert!(bytes > 120 << 20, "{bytes}");
+    for line in
+        ["inspect run", "ls run", "verify run", "digest run", "diff run run", "plan run --tp 2 --dp 2"]
+    {
+        // Of KiB: the heap, stacks of threads and all else that is written to.
+        let script = format!("ulimit -d 102400; exec {} {line}", env!("CARGO_BIN_EXE_remesh"));
+        let output = Command::new("sh").current_dir(folder).args(["-c", &script]).output().unwrap();
+        assert!(output.status.success(), "{line}: {}", text(&output.stderr));
+    }
 }
 
 #[test]

@@ -235,6 +235,91 @@ fn a_step_that_is_not_the_earlier_one_fails_l3_and_says_both() {
     assert_eq!(ok(folder, "ls strict"), "no checkpoints in `strict`\n");
 }
 
+/// Of 100 steps, at the 50th: what the checkpoint has is kept, and what flags say goes over it, all of it or what they name.
+#[test]
+fn a_rising_weight_decay_goes_on_or_is_said_anew() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let rises = |from, to| {
+        format!("--weight-decay-incr-style linear --start-weight-decay {from} --end-weight-decay {to}")
+    };
+    let line =
+        |iters: u32, flags: &str| format!("train {MODEL} --lr-decay-iters 100 --train-iters {iters} {flags}");
+    let rising = rises(0.01, 0.1);
+    ok(folder, &line(100, &format!("{rising} --save straight --save-interval 50")));
+    let said = ok(folder, &line(51, "--load straight@50 --save kept"));
+    assert!(said.contains("L3 step 51 equals the saved run's, bit for bit"), "{said}");
+    let digest = |run: &str| ok(folder, &format!("digest {run}@51"));
+    // Half of the way from 0.01 to 0.1.
+    ok(folder, &line(51, "--load straight@50 --save constant --weight-decay 0.055"));
+    assert_eq!(digest("kept"), digest("constant"));
+    ok(folder, &line(100, "--load straight@50 --save to-the-end"));
+    assert_eq!(ok(folder, "digest to-the-end"), ok(folder, "digest straight"));
+
+    let said = ok(folder, &line(51, "--load straight@50 --save flat --weight-decay 0.2"));
+    let named = "not expected to equal the saved run's: other schedule (end_weight_decay 0.1 → 0.2, start_weight_decay 0.01 → 0.2, \
+                 weight_decay_style \"linear\" → \"constant\") than in the checkpoint";
+    assert!(said.contains(named), "{said}");
+    assert_ne!(digest("flat"), digest("kept"));
+    let anew = format!("--load straight@50 --override-opt_param-scheduler {}", rises(0.2, 0.2));
+    ok(folder, &line(51, &format!("{anew} --save anew")));
+    assert_eq!(digest("anew"), digest("flat"));
+}
+
+/// Ten updates are behind step 10: in its name, in its record, and in what the eleventh is.
+#[test]
+fn a_checkpoint_is_named_after_the_updates_behind_it() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let line = |iters: u32, run: &str| {
+        format!("train {MODEL} --lr-decay-iters 15 --train-iters {iters} --save {run}")
+    };
+    ok(folder, &line(10, "run"));
+    let inspected: serde_json::Value = serde_json::from_str(&ok(folder, "inspect run@10 --json")).unwrap();
+    let commit = &inspected["commit"];
+    assert!(folder.join("run/iter_0000010/checkpoint.json").exists());
+    assert_eq!((&inspected["step"], &commit["iteration"]), (&10.into(), &10.into()));
+    let counters = serde_json::json!({
+        "consumed_train_samples": 40, "skipped_train_samples": 0, "consumed_valid_samples": 0, "optimizer_steps": 10, "tokens": 1280,
+    });
+    assert_eq!(commit["counters"], counters);
+    assert_eq!(commit["random"]["ordinal"], 40);
+    ok(folder, &line(12, "run"));
+    ok(folder, &line(15, "run"));
+    ok(folder, &line(15, "straight"));
+    assert_eq!(metrics(folder, "run"), metrics(folder, "straight"));
+    assert_eq!(metrics(folder, "run")[10].step, 11);
+    assert_eq!(ok(folder, "digest run"), ok(folder, "digest straight"));
+}
+
+/// Every chunk of the optimizer is damaged: who does not ask for it never sees it, and who does is told.
+#[test]
+fn what_is_not_asked_for_is_not_read() {
+    use std::os::unix::fs::FileExt;
+    let folder = with_tokens();
+    let folder = folder.path();
+    let line = format!("train {MODEL} --train-iters 2 --save run --save-interval 1");
+    ok(folder, &line);
+    std::fs::remove_dir_all(folder.join("run/iter_0000002")).unwrap();
+    let checkpoint = ckpt::Store::open(folder.join("run").to_str().unwrap()).unwrap().checkpoint(1).unwrap();
+    let catalog = checkpoint.catalog();
+    let of_optimizer = |tensor: &&ckpt::StoredTensor| tensor.kind == mesh::StateKind::Optimizer;
+    for chunk in catalog.tensors().iter().filter(of_optimizer).flat_map(|tensor| &tensor.chunks) {
+        let pack = folder.join("run/iter_0000001").join(&catalog.objects()[chunk.object].path);
+        let pack = std::fs::OpenOptions::new().read(true).write(true).open(pack).unwrap();
+        let mut byte = [0];
+        pack.read_exact_at(&mut byte, chunk.offset).unwrap();
+        pack.write_all_at(&[!byte[0]], chunk.offset).unwrap();
+    }
+    let line = format!("train {MODEL} --train-iters 2 --load run@1 --tp 2");
+    for flags in ["--no-load-optim --save moments", "--finetune --save weights"] {
+        let said = ok(folder, &format!("{line} {flags}"));
+        assert!(said.contains("verified what was loaded"), "{said}");
+    }
+    let said = refused(folder, &format!("{line} --save all"), 6);
+    assert!(said.contains("RM4021") && said.contains("`optimizer.state.exp_avg"), "{said}");
+}
+
 #[test]
 fn a_resume_says_that_its_schedule_has_ended_and_can_leave_it_alone() {
     let folder = with_tokens();
