@@ -181,6 +181,10 @@ pub(crate) fn load(
     if !complete {
         notes.push(format!("not restored: {}", not_restored(resume.selection, &loaded.partial)));
     }
+    let mut partial = loaded.partial;
+    if resume.selection.counters && !resume.selection.optimizer {
+        partial.push(format!("moments, fresh at step {iteration}"));
+    }
     let level = complete.then_some(level);
     if resume.strict && level < Some(Level::L2) {
         let reached = level.map_or("nothing".to_owned(), |level| format!("{level:?}"));
@@ -197,7 +201,7 @@ pub(crate) fn load(
         seconds: start.elapsed().as_secs_f64(),
         level,
         notes,
-        partial: loaded.partial,
+        partial,
     })
 }
 
@@ -321,6 +325,6 @@ pub struct Resumed {
     pub level: Option<Level>,
     /// Why not more.
     pub notes: Vec<String>,
-    /// Names that an allow list let pass.
+    /// Names that an allow list let pass, and that moments were left behind.
     pub partial: Vec<String>,
 }

@@ -365,7 +365,7 @@ pub struct RankRun<'a> {
     evaluated: u64,
     skipped_in_a_row: u32,
     failed_saves: u32,
-    /// Names that an allow list let pass at the resume.
+    /// What the run's state does not have from where it comes: see [`Resumed::partial`].
     partial: Vec<String>,
 }
 

@@ -360,6 +360,11 @@ fn less_than_the_whole_state_is_said_and_no_level_is_claimed() {
         said.contains("L3 step 3 is not expected to equal the saved run's: not restored: optimizer"),
         "{said}"
     );
+    // Later checkpoints know it, too, also when the run was taken up again.
+    let train = |iters: u32| format!("train {MODEL} --train-iters {iters} --save new");
+    ok(folder, &train(5));
+    let inspected: serde_json::Value = serde_json::from_str(&ok(folder, "inspect new@5 --json")).unwrap();
+    assert_eq!(inspected["commit"]["partial"], serde_json::json!(["moments, fresh at step 2"]));
     let said = refused(folder, &format!("{} --strict", line.replace("--save new", "--save strict")), 1);
     assert!(said.contains("RM3110"), "{said}");
     let line =
