@@ -4,6 +4,7 @@
 //! A command's result goes to stdout, everything else to stderr; the exit codes are listed in `docs/cli.md`.
 
 mod args;
+mod bar;
 mod commands;
 mod device;
 mod documents;

@@ -1,5 +1,6 @@
 //! What a command prints: its result on stdout, everything else on stderr, and nothing more once a reader has gone.
 
+use crate::bar::Bar;
 use ckpt::Commit;
 use serde::Serialize;
 use std::fmt::Display;
@@ -78,6 +79,11 @@ impl Output {
         if self.format != Format::Quiet {
             complain(text);
         }
+    }
+
+    /// A bar for what takes long, of `total` bytes if that is known.
+    pub(crate) fn bar(&self, what: &'static str, total: Option<u64>) -> Bar {
+        Bar::new(what, total, matches!(self.format, Format::Auto | Format::Human))
     }
 
     fn print(&self, text: &str) -> anyhow::Result<()> {

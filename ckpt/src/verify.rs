@@ -67,6 +67,14 @@ impl Checkpoint {
     /// # Errors
     /// If the store fails; what is wrong with the checkpoint is in the report.
     pub fn verify(&self) -> Result<VerifyReport, StoreError> {
+        self.verify_telling(&mut |_| ())
+    }
+
+    /// The same; `told` gets the bytes that were read each time that some were. All packs together are what is read.
+    ///
+    /// # Errors
+    /// See [`verify`](Self::verify).
+    pub fn verify_telling(&self, told: &mut dyn FnMut(u64)) -> Result<VerifyReport, StoreError> {
         let pieces = self.pieces();
         let packs: Vec<_> = self.commit().packs().collect();
         let mut faults = Vec::new();
@@ -84,6 +92,7 @@ impl Checkpoint {
         self.store().get_ranges(ranges, |at, bytes: Bytes| {
             let piece = &pieces[at];
             bytes_read += bytes.len() as u64;
+            told(bytes.len() as u64);
             crcs[piece.pack].update(&bytes);
             if let Some((tensor, chunk)) = piece.chunk {
                 let sum = found.get_mut(&tensor.key).expect("every tensor has its sum");

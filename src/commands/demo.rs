@@ -126,7 +126,8 @@ fn train(folder: &Path, name: &str, flags: &[String], output: &Output) -> anyhow
     let location = Location { run: save.display().to_string(), step: None };
     let checkpoint = location.open()?;
     let metrics = (1..=checkpoint.step()).filter_map(|step| metrics::last_of(&save, None, step).transpose());
-    Ok(Trained { metrics: metrics.collect::<anyhow::Result<_>>()?, digests: digest::digests(&checkpoint)? })
+    let digests = digest::digests(&checkpoint, output)?;
+    Ok(Trained { metrics: metrics.collect::<anyhow::Result<_>>()?, digests })
 }
 
 /// Says the command and runs it, in this process, without its output.

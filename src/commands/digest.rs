@@ -1,6 +1,7 @@
 //! `remesh digest`: SHA-256 of every whole logical tensor of model and optimizer, whatever the layout it was saved in.
 //! Random streams are left out: they are keyed by the coordinates of a layout.
 
+use crate::bar::Bar;
 use crate::location::Location;
 use crate::output::{Output, one_line};
 use crate::slabs;
@@ -37,22 +38,25 @@ struct TensorDigest {
 
 /// Digests a checkpoint.
 pub(crate) fn run(args: &DigestArgs, output: &Output) -> anyhow::Result<ExitCode> {
-    output.result(&digests(&args.checkpoint.open()?)?)?;
+    output.result(&digests(&args.checkpoint.open()?, output)?)?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// The digests of a checkpoint's model and optimizer.
-pub(crate) fn digests(checkpoint: &Checkpoint) -> anyhow::Result<Digests> {
+pub(crate) fn digests(checkpoint: &Checkpoint, output: &Output) -> anyhow::Result<Digests> {
     let tensors = checkpoint.catalog().tensors().iter();
     let tensors = tensors.filter(|tensor| matches!(tensor.kind, StateKind::Model | StateKind::Optimizer));
-    let digests = tensors.map(|tensor| Ok((tensor.key.to_string(), digest(checkpoint, tensor)?)));
+    let bar = output.bar("digesting", Some(tensors.clone().map(StoredTensor::raw_bytes).sum()));
+    let digests = tensors.map(|tensor| Ok((tensor.key.to_string(), digest(checkpoint, tensor, &bar)?)));
     Ok(Digests { tensors: digests.collect::<anyhow::Result<_>>()? })
 }
 
-fn digest(checkpoint: &Checkpoint, tensor: &StoredTensor) -> anyhow::Result<TensorDigest> {
+fn digest(checkpoint: &Checkpoint, tensor: &StoredTensor, bar: &Bar) -> anyhow::Result<TensorDigest> {
     let mut sha = Sha256::new();
     for bytes in slabs::read(checkpoint, tensor) {
-        sha.update(bytes?);
+        let bytes = bytes?;
+        sha.update(&bytes);
+        bar.add(bytes.len() as u64);
     }
     let sha256 = sha.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
     Ok(TensorDigest { dtype: tensor.dtype.name(), shape: tensor.shape.dims().to_vec(), sha256 })

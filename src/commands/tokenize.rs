@@ -67,6 +67,8 @@ pub(crate) fn run(args: &TokenizeArgs, output: &Output) -> anyhow::Result<ExitCo
     let mut writer =
         TokenWriter::create(&args.output, encoder.tokenizer.clone(), existing).with_context(writing)?;
     let mut read = documents::read(&files, args.input_format, &args.json_key);
+    // Of text, which may be packed in the files.
+    let bar = output.bar("tokenizing", None);
     let mut num_documents = 0;
     loop {
         let batch = next_batch(&mut read)?;
@@ -74,6 +76,7 @@ pub(crate) fn run(args: &TokenizeArgs, output: &Output) -> anyhow::Result<ExitCo
             break;
         }
         num_documents += batch.len();
+        bar.add(batch.iter().map(|document| document.bytes.len() as u64).sum());
         // In the order of the documents, so that the first error is the same in every run.
         let ids: Vec<anyhow::Result<Vec<u32>>> =
             batch.par_iter().map(|document| encoder.encode(document)).collect();
@@ -81,6 +84,7 @@ pub(crate) fn run(args: &TokenizeArgs, output: &Output) -> anyhow::Result<ExitCo
             writer.add_document(ids?).with_context(writing)?;
         }
     }
+    drop(bar);
     if num_documents == 0 {
         let message = "there is no document in what was read, only empty lines or nothing";
         let help = "--input-format says what the files hold, where their names do not";

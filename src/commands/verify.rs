@@ -52,7 +52,9 @@ pub(crate) fn run(args: &VerifyArgs, output: &Output) -> anyhow::Result<ExitCode
             verified.tensors = tensors.len();
             verified.chunks = tensors.iter().map(|tensor| tensor.chunks.len()).sum();
             if args.deep {
-                let report = checkpoint.verify()?;
+                let total = checkpoint.catalog().objects().iter().map(|object| object.bytes).sum();
+                let bar = output.bar("verifying", Some(total));
+                let report = checkpoint.verify_telling(&mut |bytes| bar.add(bytes))?;
                 verified.bytes_read = report.bytes_read;
                 verified.faults.extend(report.faults.iter().map(ToString::to_string));
             }

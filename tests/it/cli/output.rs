@@ -2,7 +2,9 @@
 
 use super::{MODEL, command, ok, refused, remesh, text, with_tokens};
 use expect_test::expect;
+use std::io::Write;
 use std::path::Path;
+use std::process::{Command, Stdio};
 
 #[test]
 fn errors_are_json_on_stderr_where_json_is_asked_for() {
@@ -68,6 +70,43 @@ fn a_run_goes_on_when_nobody_reads_its_lines() {
     assert!(output.status.success());
     assert_eq!(text(&output.stderr), "");
     ok(folder, "verify run@3");
+}
+
+/// On a terminal, that is, for people: a bar on stderr, gone when the result is there.
+#[test]
+fn a_bar_is_drawn_on_a_terminal_and_nowhere_else() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 1 --save run"));
+    let on_terminal = |line: &str| {
+        let program = format!("{} {line}", env!("CARGO_BIN_EXE_remesh"));
+        let mut script = Command::new("script");
+        script.current_dir(folder).args(["-qefc", &program, "/dev/null"]).env("TERM", "xterm");
+        script.stdin(Stdio::null()).output()
+    };
+    let commands = [
+        ("verify run", "verifying"),
+        ("digest run", "digesting"),
+        ("data tokenize a.bin -o more --force", "tokenizing"),
+    ];
+    for (line, label) in commands {
+        let Ok(drawn) = on_terminal(line) else {
+            // Past the harness, which keeps what a test that passes prints to itself.
+            let _ = writeln!(std::io::stderr(), "NOT RUN: there is no `script` to make a terminal");
+            return;
+        };
+        let drawn = text(&drawn.stdout);
+        assert!(drawn.contains(label), "{line}: {drawn:?}");
+        let result = ok(folder, line);
+        let last = result.lines().last().unwrap();
+        assert!(drawn.trim_end().ends_with(last), "{line}: {drawn:?} does not end with {last:?}");
+        for flag in ["--json", "--quiet"] {
+            let drawn = on_terminal(&format!("{line} {flag}")).unwrap();
+            assert!(!text(&drawn.stdout).contains(label), "{line} {flag}");
+        }
+        let piped = remesh(folder, line);
+        assert!(!(text(&piped.stdout) + &text(&piped.stderr)).contains(label), "{line}");
+    }
 }
 
 /// A name that would clear the screen, or look like a line of its own.
