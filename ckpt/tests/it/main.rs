@@ -5,6 +5,7 @@ mod faults;
 mod files;
 mod keys;
 mod kill;
+mod large;
 mod plans;
 mod retention;
 mod round_trip;
