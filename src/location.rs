@@ -1,7 +1,7 @@
-//! `CKPT` on the command line: `RUN`, `RUN@STEP`, `RUN@latest`, or the folder of one step.
+//! `CKPT` on the command line: `RUN`, `RUN@STEP`, `RUN@latest`, the folder of one step, or what other software left.
 
 use crate::output::complain;
-use ckpt::{Checkpoint, OpenError, PassedOver, Store};
+use ckpt::{Checkpoint, ForeignCheckpoint, OpenError, PassedOver, Store};
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -38,7 +38,32 @@ impl FromStr for Location {
     }
 }
 
+/// A checkpoint of this program or of another one.
+pub(crate) enum Opened {
+    Native(Checkpoint),
+    Foreign(ForeignCheckpoint),
+}
+
 impl Location {
+    /// Opens a checkpoint of whatever software, told apart by what lies there.
+    ///
+    /// # Errors
+    /// As of [`Location::open`]; or other software's files that cannot be read.
+    pub(crate) fn open_any(&self) -> anyhow::Result<Opened> {
+        match ForeignCheckpoint::open(&self.path())? {
+            Some(foreign) => Ok(Opened::Foreign(foreign)),
+            None => Ok(Opened::Native(self.open()?)),
+        }
+    }
+
+    /// What was named, as a path.
+    pub(crate) fn path(&self) -> String {
+        match self.step {
+            Some(step) => format!("{}/iter_{step:07}", self.run),
+            None => self.run.clone(),
+        }
+    }
+
     /// Opens the checkpoint; newer ones that are not whole are passed over with a line each.
     ///
     /// # Errors

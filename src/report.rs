@@ -68,6 +68,7 @@ fn told_by(error: &(dyn Error + 'static)) -> Option<(String, String)> {
         ckpt::SavePlanError
         ckpt::SaveError
         ckpt::SafetensorsError
+        ckpt::ForeignError
         mesh::PipelineError
         reshard::HfConfigError
         reshard::LayoutChangeError

@@ -1,34 +1,40 @@
 //! A tensor read a few whole rows at a time, so that memory does not grow with it.
 
-use ckpt::{Checkpoint, StateSource, StoredTensor};
-use mesh::Region;
+use ckpt::{Checkpoint, ForeignCheckpoint, StateSource, StoredTensor};
+use mesh::{DType, Region, Shape, TensorKey};
 
-/// Bytes that are read at a time, if a row is no longer.
+/// Bytes that are read at a time.
 const SLAB_BYTES: u64 = 16 << 20;
 
-/// The bytes of each box of [`slabs`], in order: together the elements in row-major order, little-endian.
+/// The bytes of a tensor in pieces: together its elements in row-major order, little-endian.
 pub(crate) fn read<'a>(
     checkpoint: &'a Checkpoint,
     tensor: &'a StoredTensor,
 ) -> impl Iterator<Item = anyhow::Result<Vec<u8>>> + 'a {
-    slabs(tensor).map(|region| {
-        let mut bytes = vec![0; region.numel() as usize * tensor.dtype.size_bytes()];
+    slabs(&tensor.shape, tensor.dtype).map(|(region, mut bytes)| {
         checkpoint.read_box(&tensor.key, &region, &mut bytes)?;
         Ok(bytes)
     })
 }
 
-/// The tensor cut into boxes of whole rows.
-fn slabs(tensor: &StoredTensor) -> impl Iterator<Item = Region> + use<> {
-    let dims = tensor.shape.dims().to_vec();
-    let row_bytes = dims.iter().skip(1).product::<u64>() * tensor.dtype.size_bytes() as u64;
-    let step = (SLAB_BYTES / row_bytes.max(1)).max(1);
-    let rows = dims.first().copied().unwrap_or(1);
-    (0..rows).step_by(step as usize).map(move |lo| {
-        let (mut from, mut to) = (vec![0; dims.len()], dims.clone());
-        if !dims.is_empty() {
-            (from[0], to[0]) = (lo, (lo + step).min(rows));
-        }
-        Region::new(&from, &to)
+/// The same of other software's files.
+pub(crate) fn read_foreign<'a>(
+    checkpoint: &'a ForeignCheckpoint,
+    key: &'a TensorKey,
+) -> impl Iterator<Item = anyhow::Result<Vec<u8>>> + 'a {
+    let tensor = &checkpoint.tensors()[key];
+    slabs(&tensor.shape, tensor.dtype).map(|(region, mut bytes)| {
+        checkpoint.read_box(key, &region, &mut bytes)?;
+        Ok(bytes)
+    })
+}
+
+/// The tensor cut into boxes, each with room for its bytes.
+fn slabs(shape: &Shape, dtype: DType) -> impl Iterator<Item = (Region, Vec<u8>)> + use<> {
+    let width = dtype.size_bytes();
+    let regions = Region::whole(shape).split(SLAB_BYTES / width as u64).into_iter();
+    regions.map(move |region| {
+        let bytes = vec![0; region.numel() as usize * width];
+        (region, bytes)
     })
 }

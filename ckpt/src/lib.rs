@@ -30,7 +30,10 @@ mod write;
 pub use catalog::{Catalog, CatalogFault, StoredChunk, StoredObject, StoredTensor};
 pub use encode::{CHUNK_BYTES_MAX, ChunkChecksums, Codec, FRAME_BYTES, Frame, crc64};
 pub use fingerprint::{Fingerprint, NotAFingerprint, fnv1a};
-pub use format::{SafeTensor, SafetensorsError, SafetensorsFault, SafetensorsFolder};
+pub use format::{
+    ForeignCheckpoint, ForeignError, ForeignFormat, ForeignTensor, PickleError, PickleFault, SafeTensor,
+    SafetensorsError, SafetensorsFault, SafetensorsFolder,
+};
 pub use manifest::{
     COMMIT_NAME, Commit, CommitFault, Counters, FORMAT, FileEntry, Header, Random, RunName, RunRecord,
     TableFault, TableFile, TablesError, VERSION, Writer, parse_commit, read_tables,

@@ -182,6 +182,28 @@ impl Store {
         paths.map(size).collect()
     }
 
+    /// The length of a file, or why it is none of the root's: links are followed, if they stay below it.
+    pub(crate) fn file_within(&self, path: &str) -> Result<Result<u64, &'static str>, StoreError> {
+        let Some(root) = &self.local else {
+            let found = self.sizes("", std::iter::once(path))?;
+            return Ok(found[0].ok_or("it is missing"));
+        };
+        let found = root.canonicalize().and_then(|root| Ok((root.join(path).canonicalize()?, root)));
+        let (real, root) = match found {
+            Ok(found) => found,
+            Err(error) if IoClass::of(&error) == IoClass::NotFound => return Ok(Err("it is missing")),
+            Err(source) => return Err(self.error("looking at", path, None)(of_io(source))),
+        };
+        if !real.starts_with(root) {
+            return Ok(Err("it is a link that leads out of the checkpoint"));
+        }
+        match std::fs::metadata(real) {
+            Ok(found) if found.is_file() => Ok(Ok(found.len())),
+            Ok(_) => Ok(Err("it is no file")),
+            Err(source) => Err(self.error("looking at", path, None)(of_io(source))),
+        }
+    }
+
     /// Every object under `folder` with its length, by its path in the folder.
     pub(crate) fn list(&self, folder: &str) -> Result<BTreeMap<String, u64>, StoreError> {
         let prefix = Path::from(folder);

@@ -2,11 +2,11 @@
 //! Random streams are left out: they are keyed by the coordinates of a layout.
 
 use crate::bar::Bar;
-use crate::location::Location;
+use crate::location::{Location, Opened};
 use crate::output::{Output, one_line};
 use crate::slabs;
-use ckpt::{Checkpoint, StoredTensor};
-use mesh::StateKind;
+use ckpt::{Checkpoint, ForeignCheckpoint, StoredTensor};
+use mesh::{DType, Shape, StateKind};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -16,7 +16,7 @@ use std::process::ExitCode;
 /// Flags of `remesh digest`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct DigestArgs {
-    /// RUN, RUN@STEP or the folder of a step
+    /// RUN, RUN@STEP, the folder of a step, or a file or folder of other software
     #[arg(value_name = "CKPT")]
     checkpoint: Location,
 }
@@ -38,7 +38,11 @@ struct TensorDigest {
 
 /// Digests a checkpoint.
 pub(crate) fn run(args: &DigestArgs, output: &Output) -> anyhow::Result<ExitCode> {
-    output.result(&digests(&args.checkpoint.open()?, output)?)?;
+    let digests = match args.checkpoint.open_any()? {
+        Opened::Native(checkpoint) => digests(&checkpoint, output)?,
+        Opened::Foreign(foreign) => foreign_digests(&foreign, output)?,
+    };
+    output.result(&digests)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -47,19 +51,38 @@ pub(crate) fn digests(checkpoint: &Checkpoint, output: &Output) -> anyhow::Resul
     let tensors = checkpoint.catalog().tensors().iter();
     let tensors = tensors.filter(|tensor| matches!(tensor.kind, StateKind::Model | StateKind::Optimizer));
     let bar = output.bar("digesting", Some(tensors.clone().map(StoredTensor::raw_bytes).sum()));
-    let digests = tensors.map(|tensor| Ok((tensor.key.to_string(), digest(checkpoint, tensor, &bar)?)));
+    let digests = tensors.map(|tensor| {
+        let digest = digest(tensor.dtype, &tensor.shape, slabs::read(checkpoint, tensor), &bar)?;
+        Ok((tensor.key.to_string(), digest))
+    });
     Ok(Digests { tensors: digests.collect::<anyhow::Result<_>>()? })
 }
 
-fn digest(checkpoint: &Checkpoint, tensor: &StoredTensor, bar: &Bar) -> anyhow::Result<TensorDigest> {
+/// The digests of all tensors of other software's files, once all that is beside them was checked.
+fn foreign_digests(checkpoint: &ForeignCheckpoint, output: &Output) -> anyhow::Result<Digests> {
+    checkpoint.check()?;
+    let bar = output.bar("digesting", None);
+    let digests = checkpoint.tensors().iter().map(|(key, tensor)| {
+        let digest = digest(tensor.dtype, &tensor.shape, slabs::read_foreign(checkpoint, key), &bar)?;
+        Ok((key.to_string(), digest))
+    });
+    Ok(Digests { tensors: digests.collect::<anyhow::Result<_>>()? })
+}
+
+fn digest(
+    dtype: DType,
+    shape: &Shape,
+    slabs: impl Iterator<Item = anyhow::Result<Vec<u8>>>,
+    bar: &Bar,
+) -> anyhow::Result<TensorDigest> {
     let mut sha = Sha256::new();
-    for bytes in slabs::read(checkpoint, tensor) {
+    for bytes in slabs {
         let bytes = bytes?;
         sha.update(&bytes);
         bar.add(bytes.len() as u64);
     }
     let sha256 = sha.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-    Ok(TensorDigest { dtype: tensor.dtype.name(), shape: tensor.shape.dims().to_vec(), sha256 })
+    Ok(TensorDigest { dtype: dtype.name(), shape: shape.dims().to_vec(), sha256 })
 }
 
 /// One line a tensor, as `sha256sum` prints them.

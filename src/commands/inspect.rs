@@ -1,8 +1,8 @@
 //! `remesh inspect`: what a checkpoint holds, from its commit and tables alone.
 
-use crate::location::Location;
+use crate::location::{Location, Opened};
 use crate::output::{Output, count, human_bytes, saved_layout, table};
-use ckpt::{Checkpoint, Commit, Fingerprint, StoredTensor};
+use ckpt::{Checkpoint, Commit, Fingerprint, ForeignCheckpoint, ForeignFormat, StoredTensor};
 use mesh::{DType, DimPlacement, GroupTable, Placement, ProcessGroups, Shape, StateKind};
 use serde::Serialize;
 use std::fmt;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 /// Flags of `remesh inspect`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct InspectArgs {
-    /// RUN, RUN@STEP or the folder of a step
+    /// RUN, RUN@STEP, the folder of a step, or a file or folder of other software
     #[arg(value_name = "CKPT")]
     checkpoint: Location,
     /// List the tensors of the optimizer and of the random streams, too
@@ -50,8 +50,12 @@ struct Tensor<'a> {
 
 /// Shows a checkpoint.
 pub(crate) fn run(args: &InspectArgs, output: &Output) -> anyhow::Result<ExitCode> {
-    let checkpoint = args.checkpoint.open()?;
-    output.result(&inspect(&checkpoint, args.all))?;
+    match args.checkpoint.open_any()? {
+        Opened::Native(checkpoint) => output.result(&inspect(&checkpoint, args.all))?,
+        Opened::Foreign(foreign) => {
+            output.result(&ForeignInspected::of(&foreign, args.checkpoint.path()))?;
+        }
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -83,6 +87,67 @@ impl<'a> Tensor<'a> {
             mean: spread.map(|spread| spread.mean),
             nonfinite: tensor.statistics.map(|statistics| statistics.nonfinite),
         }
+    }
+}
+
+/// What other software's files hold.
+#[derive(Serialize)]
+struct ForeignInspected<'a> {
+    schema: &'static str,
+    path: String,
+    format: &'static str,
+    tensors: Vec<ForeignTensor<'a>>,
+    /// Names of what is stored beside tensors.
+    objects: Vec<&'a str>,
+}
+
+#[derive(Serialize)]
+struct ForeignTensor<'a> {
+    key: &'a str,
+    dtype: DType,
+    shape: &'a Shape,
+    bytes: u64,
+    chunks: usize,
+}
+
+impl<'a> ForeignInspected<'a> {
+    fn of(checkpoint: &'a ForeignCheckpoint, path: String) -> Self {
+        let tensors = checkpoint.tensors().iter().map(|(key, tensor)| ForeignTensor {
+            key: key.as_str(),
+            dtype: tensor.dtype,
+            shape: &tensor.shape,
+            bytes: tensor.shape.numel() * tensor.dtype.size_bytes() as u64,
+            chunks: tensor.num_chunks(),
+        });
+        let format = match checkpoint.format() {
+            ForeignFormat::Dcp => "PyTorch DCP",
+            ForeignFormat::TorchDist => "Megatron torch_dist",
+            ForeignFormat::TorchSave => "torch.save",
+            ForeignFormat::Safetensors => "safetensors",
+        };
+        ForeignInspected {
+            schema: "remesh.inspect.foreign/1",
+            path,
+            format,
+            tensors: tensors.collect(),
+            objects: checkpoint.objects().collect(),
+        }
+    }
+}
+
+impl fmt::Display for ForeignInspected<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes: u64 = self.tensors.iter().map(|tensor| tensor.bytes).sum();
+        let (tensors, objects) =
+            (count(self.tensors.len() as u64, "tensor"), count(self.objects.len() as u64, "other object"));
+        writeln!(f, "{}  {}\n  {tensors} · {} · {objects}\n", self.format, self.path, human_bytes(bytes))?;
+        let row = |tensor: &ForeignTensor| {
+            let (dtype, shape) = (tensor.dtype.to_string(), tensor.shape.to_string());
+            vec![format!("  {}", tensor.key), dtype, shape, tensor.chunks.to_string()]
+        };
+        let heading = ["  tensor", "dtype", "global shape", "chunks"].map(String::from).to_vec();
+        let rows: Vec<_> = std::iter::once(heading).chain(self.tensors.iter().map(row)).collect();
+        f.write_str(&table(&rows))
     }
 }
 

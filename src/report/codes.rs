@@ -148,6 +148,15 @@ codes! {
     "RM3207" 2 "processes were started differently"
     "Each rank that is a process reads flags and files and finds its checkpoint by itself; all must come to the same."
 
+    "RM4001" 6 "a pickle names what runs code"
+    "Nothing was executed. Such a name stands in no checkpoint that torch's own functions write: do not load the file with other \
+     programs either, unless you trust who made it."
+    "RM4002" 6 "a pickle cannot be read"
+    "It ends early, breaks a rule of its format, or goes beyond a limit. The copy may be incomplete; fetch or save it again."
+    "RM4003" 6 "files of other software contradict themselves, or are not supported"
+    "The message names the file, the tensor and what is wrong. The copy may be incomplete; fetch or save it again."
+    "RM4004" 6 "the format of a file is not known"
+    "docs/formats.md lists what is read."
     "RM4012" 3 "there is no such checkpoint"
     "The folder, or the step in it, is not there. `remesh ls RUN` lists the steps that are."
     "RM4020" 6 "a step is incomplete"

@@ -136,7 +136,10 @@ impl SafetensorsFolder {
         };
         let files: BTreeSet<String> = match &index {
             Some(index) => index.values().cloned().collect(),
-            None => sizes.keys().filter(|name| name.ends_with(".safetensors")).cloned().collect(),
+            None => {
+                let is_there = |name: &&String| name.ends_with(".safetensors") && !name.contains('/');
+                sizes.keys().filter(is_there).cloned().collect()
+            }
         };
         if files.is_empty() {
             return Err(SafetensorsError::Nothing { folder });
@@ -161,6 +164,18 @@ impl SafetensorsFolder {
             Some((name, file)) => Err(SafetensorsError::Index { folder, name, file }),
             None => Ok(SafetensorsFolder { store: store.clone(), tensors }),
         }
+    }
+
+    /// Opens one file at the root of `store`.
+    ///
+    /// # Errors
+    /// A file that breaks a rule of the format, or is not there. Reads its header only.
+    pub fn open_file(store: &Store, file: &str) -> Result<SafetensorsFolder, SafetensorsError> {
+        let Some(file_bytes) = store.sizes("", std::iter::once(file))?[0] else {
+            return Err(SafetensorsError::Nothing { folder: store.to_string() });
+        };
+        let tensors = read_header(store, file, file_bytes)?.into_iter().collect();
+        Ok(SafetensorsFolder { store: store.clone(), tensors })
     }
 
     /// All tensors by name.
