@@ -10,6 +10,7 @@ mod cli;
 mod documents;
 mod evaluation;
 mod fast;
+mod foreign;
 mod golden;
 mod kills;
 mod labels;

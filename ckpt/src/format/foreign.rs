@@ -116,7 +116,7 @@ pub enum ForeignError {
         fault: String,
     },
     /// A tensor, or another value, is not where or what it is said to be.
-    #[error("`{key}` of `{object}`: {fault}")]
+    #[error("{}`{object}`: {fault}", if .key.is_empty() { String::new() } else { format!("`{key}` of ") })]
     Entry {
         /// Its name.
         key: String,
@@ -253,8 +253,8 @@ impl ForeignCheckpoint {
         for (key, mut tensor) in tensors {
             let fault =
                 |fault: String| ForeignError::Entry { key: key.clone(), object: store.to_string(), fault };
-            let nonzero = tensor.shape.dims().iter().filter(|extent| **extent > 0).copied();
-            let bytes = nonzero.chain([tensor.dtype.size_bytes() as u64]).try_fold(1u64, u64::checked_mul);
+            let mut extents = tensor.shape.dims().iter().copied().chain([tensor.dtype.size_bytes() as u64]);
+            let bytes = extents.try_fold(1u64, u64::checked_mul);
             if bytes.is_none_or(|bytes| bytes > i64::MAX as u64) {
                 return Err(fault(format!(
                     "its shape {} has more elements than can be counted",
@@ -531,9 +531,9 @@ fn gather(view: &View, region: &Region, bytes: &[u8], from: u64, out: &mut Vec<u
 
 fn of_safetensors(store: Store, folder: &SafetensorsFolder) -> Result<ForeignCheckpoint, ForeignError> {
     let tensors = folder.tensors().iter().map(|(name, tensor)| {
-        let mut strides = vec![1; tensor.shape.dims().len()];
+        let mut strides = vec![1u64; tensor.shape.dims().len()];
         for dim in (1..strides.len()).rev() {
-            strides[dim - 1] = strides[dim] * tensor.shape.dims()[dim].max(1);
+            strides[dim - 1] = strides[dim].saturating_mul(tensor.shape.dims()[dim]);
         }
         let view = View {
             dtype: tensor.dtype,
