@@ -88,9 +88,11 @@ impl TorchFile {
         let directory = part.read(directory)?;
         let mut records = BTreeMap::new();
         let mut rest = &directory[..];
+        let mut is_compressed = false;
         for _ in 0..num_entries {
             let (entry, next) = read_entry(rest).ok_or_else(|| fault("its directory is not whole"))?;
             rest = next;
+            is_compressed |= !entry.is_stored;
             let header = entry.header..entry.header.saturating_add(30);
             let header = (header.end <= len).then(|| part.read(header)).transpose()?;
             let header = header.filter(|header| header.starts_with(b"PK\x03\x04"));
@@ -110,6 +112,11 @@ impl TorchFile {
             };
         if records.contains_key(&format!("{folder}constants.pkl")) {
             return Err(fault("it is a program of TorchScript, not a checkpoint; save its `state_dict()`"));
+        }
+        if is_compressed {
+            return Err(fault(
+                "its records are compressed or encrypted, which those of `torch.save` never are",
+            ));
         }
         let read =
             |record: &Record| part.read(record.bytes.start - bytes.start..record.bytes.end - bytes.start);
@@ -226,8 +233,7 @@ impl TorchFile {
         let class = class.ok_or("a storage of no class")?;
         let (dtype, unit) = match dtype {
             Some(dtype) => {
-                let dtype =
-                    pickle.global(*dtype).and_then(|name| dtype_of(name)).ok_or("an unknown element type")?;
+                let dtype = pickle.global(*dtype).and_then(dtype_of).ok_or("an unknown element type")?;
                 (dtype, 1)
             }
             None => {
@@ -358,7 +364,6 @@ fn dtype_of_storage(class: &str) -> Option<DType> {
 }
 
 /// The value, the names of the storages, and the bytes of all five pickles; none if the first is not torch's number.
-#[expect(clippy::type_complexity)]
 fn read_pickles(head: &[u8]) -> Result<Option<(Pickle, Vec<String>, u64)>, PickleError> {
     let mut at = 0;
     let mut next = || {
@@ -409,17 +414,19 @@ fn find_directory(tail: &[u8], len: u64) -> Option<(Range<u64>, u64)> {
 struct Entry {
     name: String,
     crc32: u32,
+    /// As they lie in the archive.
     bytes: u64,
     header: u64,
+    /// Neither compressed nor encrypted.
+    is_stored: bool,
 }
 
-/// An entry of the directory, and what follows it; none if it is cut short, or compressed or encrypted.
+/// An entry of the directory, and what follows it; none if it is cut short.
 fn read_entry(directory: &[u8]) -> Option<(Entry, &[u8])> {
     let fixed = directory.get(..46).filter(|fixed| fixed.starts_with(b"PK\x01\x02"))?;
     let [name_len, extra_len, comment_len] = [28, 30, 32].map(|at| le(&fixed[at..at + 2]) as usize);
     let rest = directory.get(46 + name_len + extra_len + comment_len..)?;
     let name = String::from_utf8_lossy(&directory[46..46 + name_len]).into_owned();
-    let is_stored = le(&fixed[10..12]) == 0 && fixed[8] & 1 == 0;
     let (mut packed, mut bytes, mut header) = (le(&fixed[20..24]), le(&fixed[24..28]), le(&fixed[42..46]));
     let mut extra = &directory[46 + name_len..46 + name_len + extra_len];
     while let Some(head) = extra.get(..4) {
@@ -435,6 +442,6 @@ fn read_entry(directory: &[u8]) -> Option<(Entry, &[u8])> {
             }
         }
     }
-    let entry = Entry { name, crc32: le(&fixed[16..20]) as u32, bytes, header };
-    (is_stored && packed == bytes).then_some((entry, rest))
+    let is_stored = le(&fixed[10..12]) == 0 && fixed[8] & 1 == 0 && packed == bytes;
+    Some((Entry { name, crc32: le(&fixed[16..20]) as u32, bytes: packed, header, is_stored }, rest))
 }
