@@ -30,8 +30,11 @@ pub struct ForeignCheckpoint {
     tensors: BTreeMap<TensorKey, ForeignTensor>,
     objects: Vec<Object>,
     /// The storage that was read last: views of one follow each other.
-    last: Mutex<Option<(Arc<str>, Range<u64>, Bytes)>>,
+    last: Mutex<Option<ReadStorage>>,
 }
+
+/// File, bytes in it, and what they are.
+type ReadStorage = (Arc<str>, Range<u64>, Bytes);
 
 /// Whose files they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
