@@ -68,12 +68,16 @@ impl Handle {
     pub(super) fn settle(&self, call: &'static str, code: c_int) -> Result<(), CommError> {
         let mut code = code;
         let started = Instant::now();
+        let mut failed_at = None;
         while code != SUCCESS {
             self.job.check()?;
             let Some((state, communicator)) = self.state() else { return Err(self.ended()) };
             let has_failed = code != IN_PROGRESS;
-            let limit = if has_failed { BENEFIT_OF_DOUBT } else { self.job.timeout() };
-            if started.elapsed() > limit {
+            let (since, limit) = match has_failed {
+                true => (*failed_at.get_or_insert_with(Instant::now), BENEFIT_OF_DOUBT),
+                false => (started, self.job.timeout()),
+            };
+            if since.elapsed() > limit {
                 return Err(self.nccl.failed(call, code, communicator));
             }
             if has_failed || state == IN_PROGRESS {

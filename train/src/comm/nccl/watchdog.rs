@@ -2,6 +2,7 @@
 //! wait for ever.
 
 use super::handle::{BENEFIT_OF_DOUBT, Handle};
+use crate::backend::BackendError;
 use crate::backend::cuda::Gpu;
 use crate::backend::cuda::lane::Event;
 use crate::comm::threads::{JobHandle, RankContext};
@@ -107,8 +108,10 @@ impl Watch {
     }
 
     fn watch(&self, job: &JobHandle, gpu: &Gpu) {
-        if gpu.enter().is_err() {
-            return;
+        // Without it a peer that hangs would never be noticed.
+        if let Err(error) = gpu.enter() {
+            let (operation, reason) = ("watching over NCCL", error.to_string());
+            return job.fail(BackendError::Failed { operation, reason }.into());
         }
         let mut state = self.lock();
         while !state.has_ended {
