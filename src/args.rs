@@ -124,6 +124,25 @@ impl RunArgs {
 }
 
 impl Said {
+    /// What flags say over a run that goes on, all but its documents: those need the data's tokenizer. A batch of evaluations that was
+    /// the run's own stays that, whatever it comes to.
+    pub(crate) fn of_saved(flags: TrainArgs, saved: &TrainConfig, with_layout: bool) -> Said {
+        let mut args = TrainArgs::of(saved);
+        args.data = DataArgs { epoch_tail: args.data.epoch_tail, ..DataArgs::default() };
+        let (training, own) = (&mut args.training, &saved.parallel);
+        training.eval_global_batch_size =
+            training.eval_global_batch_size.filter(|size| *size != own.global_batch_size());
+        training.eval_micro_batch_size =
+            training.eval_micro_batch_size.filter(|size| *size != own.micro_batch_size());
+        if with_layout {
+            training.nproc_per_node = Some(own.layout().world_size());
+            let batch = args.parallelism;
+            args.parallelism =
+                ParallelArgs { global_batch_size: batch.global_batch_size, ..ParallelArgs::from(own) };
+        }
+        Said::merge(vec![(Source::CommandLine, flags), (Source::Checkpoint, args)])
+    }
+
     /// Each value from the strongest of the layers that says it.
     fn merge(mut layers: Vec<(Source, TrainArgs)>) -> Said {
         layers.sort_by_key(|(source, _)| *source);

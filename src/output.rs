@@ -59,6 +59,10 @@ impl Output {
         self.format == Format::Json
     }
 
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.format == Format::Quiet
+    }
+
     /// The result, as text for people or as one line of JSON.
     pub(crate) fn result(&self, result: &(impl Display + Serialize)) -> anyhow::Result<()> {
         match self.format {

@@ -7,8 +7,7 @@ use super::schedule::{DecayStyle, length};
 use crate::output::count;
 use crate::report::Refusal;
 use mesh::{
-    BatchSchedule, BatchStep, LrDecayStyle, ParallelConfig, ParallelError, ParallelSettings, Ramp, Warmup,
-    WeightDecayStyle, WsdShape,
+    BatchSchedule, BatchStep, LrDecayStyle, ParallelConfig, Ramp, Warmup, WeightDecayStyle, WsdShape,
 };
 use serde::{Deserialize, Serialize};
 use std::num::NonZeroU32;
@@ -16,7 +15,7 @@ use std::time::Duration;
 use train::config::{
     Canonical, EpochTail, LossAverage, ModelConfig, Numerics, OptimizerConfig, Precision, TrainConfig,
 };
-use train::evaluate::Evaluation;
+use train::evaluate::{Evaluation, EvaluationBatch};
 use train::run::Job;
 
 mesh::settings! {
@@ -264,8 +263,8 @@ impl TrainingArgs {
             decrease_batch_size_if_needed: Some(asked_batch.is_some()),
             eval_interval: evaluation.map(|evaluation| evaluation.interval),
             eval_iters: evaluation.map(|evaluation| evaluation.iters),
-            eval_global_batch_size: evaluation.map(|evaluation| evaluation.parallel.global_batch_size()),
-            eval_micro_batch_size: evaluation.map(|evaluation| evaluation.parallel.micro_batch_size()),
+            eval_global_batch_size: evaluation.map(|evaluation| evaluation.batch.global_batch_size),
+            eval_micro_batch_size: evaluation.map(|evaluation| evaluation.batch.micro_batch_size),
             ..TrainingArgs::default()
         }
     }
@@ -393,7 +392,7 @@ impl TrainingArgs {
             max_skipped_in_a_row: self.max_skipped_in_a_row.unwrap_or(3),
             iterations_to_skip: self.iterations_to_skip.iter().flatten().copied().collect(),
             documents: None,
-            evaluation: self.evaluation(&parallel)?,
+            evaluation: self.evaluation(&parallel),
             model,
             parallel,
             batch,
@@ -402,29 +401,18 @@ impl TrainingArgs {
     }
 
     /// When a run of `parallel` is evaluated; never where no flag asks for it.
-    ///
-    /// # Errors
-    /// Batches that do not divide over the ranks.
-    fn evaluation(&self, parallel: &ParallelConfig) -> Result<Option<Evaluation>, Refusal> {
+    fn evaluation(&self, parallel: &ParallelConfig) -> Option<Evaluation> {
         if (self.eval_interval, self.eval_iters) == (None, None) || self.eval_iters == Some(0) {
-            return Ok(None);
+            return None;
         }
-        let micro_batch_size = self.eval_micro_batch_size.unwrap_or(parallel.micro_batch_size());
-        let one = u64::from(micro_batch_size) * u64::from(parallel.layout().batch_parallel_size());
-        let of_evaluations = ParallelConfig::new(ParallelSettings {
-            micro_batch_size,
-            global_batch_size: self.eval_global_batch_size.unwrap_or(parallel.global_batch_size()),
-            ..ParallelSettings::from(*parallel)
-        });
-        let refused = |error: ParallelError| {
-            let help = format!("make `--eval-global-batch-size` a multiple of {one}");
-            Refusal::new(error.code(), format!("batches of evaluations: {error}"), help)
-        };
-        Ok(Some(Evaluation {
+        Some(Evaluation {
             interval: self.eval_interval.unwrap_or(1000),
             iters: self.eval_iters.unwrap_or(100),
-            parallel: of_evaluations.map_err(refused)?,
-        }))
+            batch: EvaluationBatch {
+                micro_batch_size: self.eval_micro_batch_size.unwrap_or(parallel.micro_batch_size()),
+                global_batch_size: self.eval_global_batch_size.unwrap_or(parallel.global_batch_size()),
+            },
+        })
     }
 
     /// What is said goes over what was saved, and that over the defaults of canonical numerics.

@@ -1,16 +1,17 @@
 //! `remesh plan`: what a resume under another layout does, before it is done.
 
-use crate::args::resolve;
+use crate::args::{Said, TrainArgs, TrainingArgs, resolve};
 use crate::location::Location;
-use crate::output::{Output, human_bytes, table};
+use crate::output::{Output, complain, human_bytes, table};
 use ckpt::Checkpoint;
-use mesh::{Explained, MergedArgs, ParallelArgs, ParallelConfig, PipelineSplit, Source, StageLayout};
+use mesh::{Explained, ParallelArgs, PipelineSplit, StageLayout};
 use reshard::{CutChange, FoldChange, LayoutChange, Target, plan_layout_change};
 use serde::Serialize;
 use std::fmt;
 use std::process::ExitCode;
 use train::config::{Numerics, TrainConfig};
-use train::resume::SavedRun;
+use train::resume::{Difference, SavedRun, allowed, compare};
+use train::run::RunError;
 
 /// Flags of `remesh plan`.
 #[derive(Debug, clap::Args)]
@@ -24,6 +25,15 @@ pub(crate) struct PlanArgs {
     world_size: Option<u32>,
     #[command(flatten)]
     parallel: ParallelArgs,
+    /// Take fewer samples than the global batch where these do not divide over the ranks [default: as the run does]
+    #[arg(long)]
+    decrease_batch_size_if_needed: bool,
+    /// Consecutive positions whose sum runs in one order, in tokens [default: the checkpoint's]
+    #[arg(long, value_name = "TOKENS")]
+    canonical_leaf_tokens: Option<usize>,
+    /// Settings that may differ from the checkpoint's, as for `train`
+    #[arg(long, value_name = "FIELD", value_delimiter = ',')]
+    allow_change: Vec<String>,
     #[command(flatten)]
     stages: StageArgs,
 }
@@ -85,7 +95,7 @@ struct Plan {
     /// What one rank reads at most.
     rank_bytes_read_max: u64,
     sp_degree: Numbers,
-    /// Microbatches of a step.
+    /// Microbatches of the next step.
     microbatches: Numbers,
     resume: ResumePlan,
     /// Every number of the target with its origin.
@@ -111,27 +121,22 @@ struct ResumePlan {
 
 #[derive(Serialize)]
 struct Refused {
-    code: &'static str,
+    code: String,
     message: String,
     help: String,
 }
 
-impl Refused {
-    fn new(code: &'static str, error: &dyn std::error::Error, help: String) -> Self {
-        Refused { code, message: error.to_string(), help }
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Refused { code, message, help } = self;
+        write!(f, "cannot be trained: {code} {message}; {help}")
     }
 }
 
-/// Plans a resume.
+/// Plans a resume. Exit code 2 if it cannot be trained.
 pub(crate) fn run(args: &PlanArgs, output: &Output) -> anyhow::Result<ExitCode> {
     let checkpoint = args.checkpoint.open()?;
-    let saved = SavedRun::of(checkpoint.commit())?.config;
-    let batch = ParallelArgs {
-        micro_batch_size: Some(saved.parallel.micro_batch_size()),
-        global_batch_size: Some(saved.parallel.global_batch_size()),
-        seq_length: Some(saved.parallel.seq_length()),
-        ..ParallelArgs::default()
-    };
+    let saved = SavedRun::of(checkpoint.commit())?;
     // As `train` would take the same flags: what is left out has its default. No flag at all is the layout as it is.
     let layout = ParallelArgs {
         micro_batch_size: None,
@@ -140,50 +145,115 @@ pub(crate) fn run(args: &PlanArgs, output: &Output) -> anyhow::Result<ExitCode> 
         ..args.parallel.clone()
     };
     let is_saved = args.world_size.is_none() && layout == ParallelArgs::default();
-    let stored = if is_saved { ParallelArgs::from(&saved.parallel) } else { batch };
-    let said = MergedArgs::of(&[(Source::CommandLine, args.parallel.clone()), (Source::Checkpoint, stored)]);
-    let world_size = match is_saved {
-        true => saved.parallel.layout().world_size(),
-        false => resolve::world_size(args.world_size, said.args()),
+    let flags = TrainArgs {
+        parallelism: args.parallel.clone(),
+        training: TrainingArgs {
+            nproc_per_node: args.world_size,
+            decrease_batch_size_if_needed: args.decrease_batch_size_if_needed.then_some(true),
+            canonical_leaf_tokens: args.canonical_leaf_tokens,
+            ..TrainingArgs::default()
+        },
+        ..TrainArgs::default()
     };
-    let target = said.resolve(world_size, 0)?;
-    let consumed = checkpoint.commit().run.counters.consumed_train_samples;
-    let wanted = TrainConfig { parallel: target, ..saved.clone() };
-    let refused = match (wanted.check(), wanted.check_batches(consumed)) {
-        (Err(error), _) => Some(Refused::new(error.code(), &error, error.help())),
-        (_, Err(error)) => Some(Refused::new(error.code(), &error, error.help())),
-        (Ok(()), Ok(())) => None,
+    let said = Said::of_saved(flags, &saved.config, is_saved);
+    let parallel = resolve::parallel(&said)?;
+    resolve::check_groups(&said.parallelism().resolve_groups(parallel.layout())?)?;
+    let config = TrainConfig {
+        documents: saved.config.documents,
+        ..resolve::config(said.args(), parallel, None, Some(&saved.config))?
     };
-    let (num_chunks, split) = args.stages.split(target.layout().pp());
-    let placements = train::state::placements(&wanted);
-    let wanted = Target { layout: target.layout(), num_chunks, split: &split, placements: &placements };
-    let change = plan_layout_change(checkpoint.catalog(), saved.parallel.layout(), &wanted)?;
+    let resume = resume_plan(&checkpoint, &saved, &config, &args.allow_change);
+    let (num_chunks, split) = args.stages.split(parallel.layout().pp());
+    let placements = train::state::placements(&config);
+    let wanted = Target { layout: parallel.layout(), num_chunks, split: &split, placements: &placements };
+    let change = plan_layout_change(checkpoint.catalog(), saved.config.parallel.layout(), &wanted)?;
     let bytes_read = change.bytes_to_read(checkpoint.catalog(), &wanted);
-    output.result(&plan(&checkpoint, &saved, &target, change, bytes_read, refused, said.explain(&target)))?;
-    Ok(ExitCode::SUCCESS)
+    let explained = said.parallelism().explain(&parallel);
+    let plan = plan(&checkpoint, &saved.config, &config, change, bytes_read, resume, explained);
+    output.result(&plan)?;
+    let Some(refused) = &plan.resume.refused else { return Ok(ExitCode::SUCCESS) };
+    if output.is_quiet() {
+        complain(refused);
+    }
+    Ok(ExitCode::from(2))
+}
+
+/// How the run of `checkpoint` goes on as `config`.
+fn resume_plan(
+    checkpoint: &Checkpoint,
+    saved: &SavedRun,
+    config: &TrainConfig,
+    allow_change: &[String],
+) -> ResumePlan {
+    let consumed = checkpoint.commit().run.counters.consumed_train_samples;
+    let (reasons, refused) = match differences(checkpoint, saved, config, allow_change) {
+        Ok(differences) => (reasons(&saved.config, config, &differences), None),
+        Err(error) => {
+            let (code, message, help) = (error.code().to_owned(), error.to_string(), error.help());
+            (Vec::new(), Some(Refused { code, message, help }))
+        }
+    };
+    let exact = reasons.is_empty() && refused.is_none();
+    ResumePlan { next_sample: consumed, refused, exact, reasons }
+}
+
+/// What differs between the saved run and `config`, which may all differ. The data are taken to be the same.
+///
+/// # Errors
+/// What `train` refuses, in its order.
+fn differences(
+    checkpoint: &Checkpoint,
+    saved: &SavedRun,
+    config: &TrainConfig,
+    allow_change: &[String],
+) -> Result<Vec<Difference>, RunError> {
+    let commit = checkpoint.commit();
+    let consumed = commit.run.counters.consumed_train_samples;
+    if commit.iteration < config.train_iters {
+        config.check_batches(consumed)?;
+    } else {
+        // A run that is at its end goes on for as long as somebody says then.
+        config.batch.check(&config.parallel, consumed, u64::MAX)?;
+    }
+    let differences = compare(&saved.config, &saved.data, config, &saved.data, commit.iteration);
+    let differences = allowed(differences, allow_change)?;
+    config.check()?;
+    Ok(differences)
+}
+
+/// Why the losses are not those of the run that never stopped.
+fn reasons(saved: &TrainConfig, config: &TrainConfig, differences: &[Difference]) -> Vec<String> {
+    let changed = differences.iter().map(|d| format!("{} changes from {} to {}", d.field, d.saved, d.wanted));
+    let mut reasons: Vec<String> = changed.collect();
+    if reasons.is_empty() && saved.batch != config.batch {
+        reasons.push(format!(
+            "the layout takes {} of the global batch, and took {}",
+            config.batch.last_size(),
+            saved.batch.last_size()
+        ));
+    }
+    if saved.numerics == Numerics::Fast && saved.parallel != config.parallel {
+        reasons.push("fast numerics add in another order under another layout".to_owned());
+    }
+    reasons
 }
 
 fn plan(
     checkpoint: &Checkpoint,
     saved: &TrainConfig,
-    target: &ParallelConfig,
+    config: &TrainConfig,
     change: LayoutChange,
     bytes_read: Vec<u64>,
-    refused: Option<Refused>,
+    resume: ResumePlan,
     explained: Vec<Explained>,
 ) -> Plan {
-    let is_other_sum = saved.numerics == Numerics::Fast && saved.parallel != *target;
-    let saved = &saved.parallel;
-    let sizes = [
-        ("sequence length", saved.seq_length(), target.seq_length()),
-        ("global batch size", saved.global_batch_size(), target.global_batch_size()),
-    ];
-    let changed = sizes.into_iter().filter(|(_, saved, wanted)| saved != wanted);
-    let mut reasons: Vec<String> =
-        changed.map(|(what, saved, wanted)| format!("the {what} changes from {saved} to {wanted}")).collect();
-    if is_other_sum {
-        reasons.push("fast numerics add in another order under another layout".to_owned());
-    }
+    let (before, target) = (&saved.parallel, &config.parallel);
+    let microbatches = |config: &TrainConfig| {
+        let parallel = &config.parallel;
+        let one = u64::from(parallel.micro_batch_size()) * u64::from(parallel.layout().batch_parallel_size());
+        config.batch.size_at(resume.next_sample) / one
+    };
+    let microbatches = Numbers { saved: microbatches(saved), target: microbatches(config) };
     Plan {
         schema: "remesh.plan/1",
         run: checkpoint.store().to_string(),
@@ -191,14 +261,9 @@ fn plan(
         change,
         bytes_read: bytes_read.iter().sum(),
         rank_bytes_read_max: bytes_read.into_iter().max().unwrap_or(0),
-        sp_degree: Numbers { saved: saved.sp_degree().into(), target: target.sp_degree().into() },
-        microbatches: Numbers { saved: saved.num_microbatches(), target: target.num_microbatches() },
-        resume: ResumePlan {
-            next_sample: checkpoint.commit().run.counters.consumed_train_samples,
-            exact: reasons.is_empty() && refused.is_none(),
-            refused,
-            reasons,
-        },
+        sp_degree: Numbers { saved: before.sp_degree().into(), target: target.sp_degree().into() },
+        microbatches,
+        resume,
         explained,
     }
 }
@@ -227,11 +292,9 @@ impl fmt::Display for Plan {
                 row("SP degree", sp_degree.saved, sp_degree.target);
             }
         }
-        row("microbatches a step", microbatches.saved, microbatches.target);
+        row("microbatches next", microbatches.saved, microbatches.target);
         let exactness = match (&resume.refused, resume.exact) {
-            (Some(Refused { code, message, help }), _) => {
-                ("note", format!("cannot be trained: {code} {message}; {help}"))
-            }
+            (Some(refused), _) => ("note", refused.to_string()),
             (None, true) => {
                 ("exactness", "losses equal those of the run that never stopped, bit for bit".to_owned())
             }

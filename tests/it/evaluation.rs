@@ -3,23 +3,18 @@
 use crate::resume::{fingerprints, train, train_until};
 use crate::support::{self, Layout, tiny_model};
 use ckpt::Store;
-use mesh::{ParallelConfig, ParallelSettings};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use train::config::{LossAverage, TrainConfig};
 use train::data::Blend;
-use train::evaluate::{Evaluated, Evaluation};
+use train::evaluate::{Evaluated, Evaluation, EvaluationBatch};
 use train::run::{Event, RunEnd};
 
 /// Evaluations every two steps, of at most `iters` batches of `batch` samples, `micro_batch` at a time.
 fn config(layout: Layout, iters: u64, batch: u64, micro_batch: u32) -> TrainConfig {
     let parallel = layout.parallel(64, 8).unwrap();
-    let of_evaluations = ParallelConfig::new(ParallelSettings {
-        micro_batch_size: micro_batch,
-        global_batch_size: batch,
-        ..ParallelSettings::from(parallel)
-    });
-    let evaluation = Evaluation { interval: 2, iters, parallel: of_evaluations.unwrap() };
+    let batch = EvaluationBatch { micro_batch_size: micro_batch, global_batch_size: batch };
+    let evaluation = Evaluation { interval: 2, iters, batch };
     let config = TrainConfig { evaluation: Some(evaluation), ..support::config(tiny_model(4), parallel, 5) };
     config.check().unwrap();
     config

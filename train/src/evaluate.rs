@@ -8,7 +8,7 @@ use crate::data::Blend;
 use crate::data::sampler::{RankReader, Sampler, SamplerError};
 use crate::run::RunError;
 use crate::step::Trainer;
-use mesh::{BatchSchedule, ParallelConfig, ProcessGroups};
+use mesh::{BatchSchedule, ParallelConfig, ParallelError, ParallelSettings, ProcessGroups};
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -19,11 +19,31 @@ pub struct Evaluation {
     pub interval: u64,
     /// Batches of each, at most.
     pub iters: u64,
-    /// The run's layout, with the batch sizes of evaluations.
-    pub parallel: ParallelConfig,
+    /// How much of it a batch is. A layout that stood here, too, is left out.
+    #[serde(alias = "parallel")]
+    pub batch: EvaluationBatch,
+}
+
+/// The batch of an evaluation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EvaluationBatch {
+    /// Samples that a rank evaluates at a time.
+    pub micro_batch_size: u32,
+    /// Samples of a batch.
+    pub global_batch_size: u64,
 }
 
 impl Evaluation {
+    /// A run's layout with the batch of its evaluations.
+    ///
+    /// # Errors
+    /// A batch that does not divide over the ranks.
+    pub fn parallel(&self, run: &ParallelConfig) -> Result<ParallelConfig, ParallelError> {
+        let EvaluationBatch { micro_batch_size, global_batch_size } = self.batch;
+        let settings = ParallelSettings::from(*run);
+        ParallelConfig::new(ParallelSettings { micro_batch_size, global_batch_size, ..settings })
+    }
+
     /// Whether one follows iteration `iteration` of `train_iters`.
     pub fn is_due(&self, iteration: u64, train_iters: u64) -> bool {
         iteration > 0 && (iteration.is_multiple_of(self.interval) || iteration == train_iters)
@@ -34,11 +54,10 @@ impl Evaluation {
     ///
     /// # Errors
     /// Files without a sample.
-    pub(crate) fn sampler(&self, seed: u32, validation: &Blend) -> Result<Sampler, SamplerError> {
+    pub(crate) fn sampler(&self, config: &TrainConfig, validation: &Blend) -> Result<Sampler, SamplerError> {
         let tail = if validation.has_shares() { EpochTail::Span } else { EpochTail::Pad };
-        let batch =
-            BatchSchedule::constant(self.parallel.global_batch_size()).expect("a batch size is above 0");
-        validation.sampler_of(self.parallel.seq_length(), seed, &batch, tail)
+        let batch = BatchSchedule::constant(self.batch.global_batch_size).expect("a batch size is above 0");
+        validation.sampler_of(config.parallel.seq_length(), config.seed, &batch, tail)
     }
 }
 
@@ -54,6 +73,7 @@ pub struct Evaluated {
 /// One rank's part of a run's evaluations.
 pub(crate) struct Evaluator<'a> {
     settings: Evaluation,
+    parallel: ParallelConfig,
     /// Samples of an evaluation.
     num_samples: u64,
     loss_bits: u32,
@@ -71,12 +91,13 @@ impl<'a> Evaluator<'a> {
         sampler: Sampler,
         groups: &ProcessGroups,
     ) -> Self {
-        let asked = settings.iters.saturating_mul(settings.parallel.global_batch_size());
+        let asked = settings.iters.saturating_mul(settings.batch.global_batch_size);
         let num_samples = if tokens.has_shares() { asked } else { asked.min(sampler.num_samples()) };
-        let of_evaluations = TrainConfig { parallel: settings.parallel, ..config.clone() };
+        let parallel = settings.parallel(&config.parallel).expect("the configuration was checked");
+        let of_evaluations = TrainConfig { parallel, ..config.clone() };
         let (_, loss_bits) = config.numerics.loss();
         let reader = RankReader::new(&of_evaluations, groups);
-        Evaluator { settings, num_samples, loss_bits, tokens, sampler, reader }
+        Evaluator { settings, parallel, num_samples, loss_bits, tokens, sampler, reader }
     }
 
     /// Whether one follows iteration `iteration` of `train_iters`.
@@ -99,7 +120,7 @@ impl<'a> Evaluator<'a> {
         while samples < self.num_samples {
             let slots = self.sampler.batch(samples);
             let batch = self.reader.read(self.tokens, &slots)?;
-            let part = trainer.evaluate(&batch, &self.settings.parallel)?;
+            let part = trainer.evaluate(&batch, &self.parallel)?;
             sum += i128::from(part.fixed_point);
             count += part.count;
             samples += self.sampler.batch_len(samples);

@@ -86,14 +86,9 @@ impl<'a> Continuation<'a> {
         }
         let saved = SavedRun::of(resume.source.commit())?;
         let differences = compare(&saved.config, &saved.data, config, data, resume.source.commit().iteration);
-        let is_allowed =
-            |d: &Difference| d.overridable && resume.allow_change.iter().any(|field| field == d.field);
-        let (allowed, refused): (Vec<_>, Vec<_>) = differences.into_iter().partition(is_allowed);
-        if !refused.is_empty() {
-            return Err(ResumeError::Differs { differences: refused });
-        }
+        let differences = allowed(differences, resume.allow_change)?;
         check_random(resume.source.commit(), config, resume.allow_change)?;
-        Ok(Continuation { resume, saved: Some(saved), differences: allowed })
+        Ok(Continuation { resume, saved: Some(saved), differences })
     }
 
     /// What the checkpoint says of itself.
@@ -110,6 +105,19 @@ impl<'a> Continuation<'a> {
     pub fn differences(&self) -> &[Difference] {
         &self.differences
     }
+}
+
+/// The differences, if `allow_change` names all of them and they may be.
+///
+/// # Errors
+/// Those that may not.
+pub fn allowed(
+    differences: Vec<Difference>,
+    allow_change: &[String],
+) -> Result<Vec<Difference>, ResumeError> {
+    let is_allowed = |d: &Difference| d.overridable && allow_change.iter().any(|field| field == d.field);
+    let (allowed, refused): (Vec<_>, Vec<_>) = differences.into_iter().partition(is_allowed);
+    if refused.is_empty() { Ok(allowed) } else { Err(ResumeError::Differs { differences: refused }) }
 }
 
 /// Fills the state of this rank from the checkpoint and proves it. Collective.

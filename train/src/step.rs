@@ -123,7 +123,9 @@ pub struct ParamGroups {
 impl Program {
     fn new(config: &TrainConfig, groups: &ProcessGroups, buffers: &mut Buffers) -> Result<Self, BuildError> {
         let model = Model::new(config, groups, buffers);
-        let evaluations = config.evaluation.map(|evaluation| evaluation.parallel);
+        let evaluations = config
+            .evaluation
+            .map(|evaluation| evaluation.parallel(&config.parallel).expect("the configuration was checked"));
         let validation = evaluations
             .filter(|parallel| parallel.micro_batch_size() != config.parallel.micro_batch_size())
             .map(|parallel| Model::new(&TrainConfig { parallel, ..config.clone() }, groups, buffers));

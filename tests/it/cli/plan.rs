@@ -1,7 +1,18 @@
 //! `plan` and `demo`.
 
-use super::{MODEL, ok, refused, with_tokens};
+use super::{MODEL, ok, refused, remesh, text, with_tokens};
 use expect_test::expect;
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// What `plan` says of a resume with these flags. It ends with 2 if the resume cannot be.
+fn resume(folder: &Path, flags: &str) -> Value {
+    let output = remesh(folder, &format!("plan {flags} --json"));
+    let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let expected = if plan["resume"]["refused"].is_null() { 0 } else { 2 };
+    assert_eq!(output.status.code(), Some(expected), "{flags}: {}", text(&output.stderr));
+    plan["resume"].clone()
+}
 
 #[test]
 fn a_plan_leads_with_what_a_change_of_layout_really_does() {
@@ -24,7 +35,7 @@ fn a_plan_leads_with_what_a_change_of_layout_really_does() {
           GTP sequence shards  1      2       changed
           runtime CP           1      4       changed
           batch parallel size  4      1       changed
-          microbatches a step  1      4       changed
+          microbatches next    1      4       changed
 
           reading    207.0 KiB by all ranks, 111.5 KiB by one at most
           data       next sample 4, in the same order
@@ -73,15 +84,20 @@ fn a_plan_leads_with_what_a_change_of_layout_really_does() {
           help: `--pipeline-model-parallel-layout 'Et|L'` works
     "#]]
     .assert_eq(&refused(folder, "plan run --pp 2", 2));
-    ok(folder, "plan run --pp 2 --pipeline-model-parallel-layout Et|L");
     // What cannot be trained can be loaded all the same.
-    for (layout, refusal) in [("--tp 4 --world-size 4", "RM2003"), ("--cp 16 --world-size 16", "RM2030")] {
-        let planned: serde_json::Value =
-            serde_json::from_str(&ok(folder, &format!("plan run {layout} --json"))).unwrap();
-        assert_eq!(planned["resume"]["refused"]["code"], refusal);
-        assert_eq!(planned["resume"]["exact"], false);
+    for (layout, refusal) in [
+        ("--tp 4 --world-size 4", "RM2003"),
+        ("--cp 16 --world-size 16", "RM2030"),
+        ("--pp 2 --pipeline-model-parallel-layout Et|L", "RM2032"),
+    ] {
+        let planned = resume(folder, &format!("run {layout}"));
+        assert_eq!(planned["refused"]["code"], refusal);
+        assert_eq!(planned["exact"], false);
     }
-    let said = ok(folder, "plan run --tp 4 --world-size 4");
+    assert!(
+        refused(folder, "plan run --tp 4 --world-size 4 -q", 2).starts_with("cannot be trained: RM2003 ")
+    );
+    let said = text(&remesh(folder, "plan run --tp 4 --world-size 4").stdout);
     let line = said.lines().find(|line| line.starts_with("  note ")).unwrap();
     expect!["  note     cannot be trained: RM2003 TP 4 does not divide the 2 query groups: 2 % 4 != 0 (`decoder.layers.*.self_attention.linear_qkv.weight`); pick a TP size that divides the query groups: 1, 2"].assert_eq(line);
 }
@@ -142,13 +158,8 @@ fn fast_numerics_are_exact_under_the_layout_that_they_were_saved_with_alone() {
     let folder = with_tokens();
     let folder = folder.path();
     ok(folder, &format!("train {MODEL} --train-iters 1 --numerics fast --save run"));
-    let resume = |flags: &str| -> serde_json::Value {
-        let plan: serde_json::Value =
-            serde_json::from_str(&ok(folder, &format!("plan run {flags} --json"))).unwrap();
-        plan["resume"].clone()
-    };
-    assert_eq!(resume("")["exact"], true);
-    let elsewhere = resume("--cp 2 --world-size 2");
+    assert_eq!(resume(folder, "run")["exact"], true);
+    let elsewhere = resume(folder, "run --cp 2 --world-size 2");
     assert_eq!(elsewhere["exact"], false);
     assert_eq!(elsewhere["reasons"][0], "fast numerics add in another order under another layout");
 }
@@ -162,7 +173,46 @@ fn a_batch_that_does_not_divide_under_the_layout_is_refused_by_the_plan_too() {
         folder,
         &format!("train {MODEL} --rampup-batch-size 2 2 8 --train-iters 4 --save run --save-interval 1"),
     );
-    let said = ok(folder, "plan run@1 --world-size 4 --json");
-    let plan: serde_json::Value = serde_json::from_str(&said).unwrap();
-    assert_eq!(plan["resume"]["refused"]["code"], "RM2002", "{said}");
+    let refused = |flags: &str| resume(folder, flags)["refused"]["code"].clone();
+    assert_eq!(refused("run@1 --world-size 4"), "RM2002");
+    // The run is at its end: what it takes if it goes on, in steps of 6 and of 8.
+    ok(folder, &format!("train {MODEL} --rampup-batch-size 2 2 8 --train-iters 2 --save short"));
+    assert_eq!(refused("short --world-size 4"), "RM2002");
+    assert_eq!(refused("run --world-size 4"), Value::Null);
+    let plan: Value = serde_json::from_str(&ok(folder, "plan run@1 --world-size 2 --json")).unwrap();
+    assert_eq!(plan["microbatches"], json!({ "saved": 2, "target": 1 }));
+}
+
+/// What `train` takes of the batch, what it evaluates, and what it refuses unless it is allowed to change.
+#[test]
+fn a_plan_takes_batches_as_train_does() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let model = MODEL.replace("--global-batch-size 4", "--global-batch-size 7");
+    let decreased = format!("{model} --decrease-batch-size-if-needed --eval-iters 1 --valid-data-path tokens");
+    ok(folder, &format!("train {decreased} --train-iters 2 --nproc-per-node 3 --save run"));
+    assert_eq!(resume(folder, "run --world-size 3")["exact"], true);
+    let alone = resume(folder, "run --world-size 1");
+    assert_eq!(alone["exact"], false);
+    assert_eq!(alone["reasons"], json!(["the layout takes 7 of the global batch, and took 6"]));
+    assert_eq!(resume(folder, "run --world-size 5")["refused"], Value::Null, "of 7 it takes 5");
+
+    let evaluated = format!("{MODEL} --eval-iters 1 --eval-global-batch-size 2 --valid-data-path tokens");
+    ok(folder, &format!("train {evaluated} --train-iters 1 --nproc-per-node 2 --save evaluated"));
+    let refused = resume(folder, "evaluated --world-size 4")["refused"].clone();
+    assert_eq!(refused["help"], "make `--eval-global-batch-size` a multiple of 4");
+
+    for (flags, changed) in [
+        ("--global-batch-size 8", "global-batch-size"),
+        ("--seq-length 64", "seq-length,data"),
+        ("--canonical-leaf-tokens 1", "numerics"),
+    ] {
+        let refused = resume(folder, &format!("evaluated {flags}"))["refused"].clone();
+        assert_eq!(refused["code"], "RM3001");
+        let help = format!("to go on with the new values: --allow-change {changed}");
+        assert!(refused["help"].as_str().unwrap().ends_with(&help), "{refused}");
+        let allowed = resume(folder, &format!("evaluated {flags} --allow-change {changed}"));
+        assert_eq!(allowed["refused"], Value::Null);
+        assert_eq!(allowed["exact"], false);
+    }
 }

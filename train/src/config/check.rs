@@ -3,7 +3,7 @@
 use super::{Canonical, EpochTail, Numerics, PositionEmbedding, TrainConfig};
 use crate::evaluate::Evaluation;
 use crate::rng;
-use mesh::{BatchError, BatchSchedule, ExpertSizes};
+use mesh::{BatchError, BatchSchedule, ExpertSizes, ParallelError};
 
 impl TrainConfig {
     /// Checks everything that the layout rules alone cannot see: the model's widths against TP, and the canonical leaves
@@ -29,8 +29,10 @@ impl TrainConfig {
         ];
         let mut faults: Vec<ConfigError> = zeros(&sizes).collect();
         let has_sizes = faults.is_empty();
-        if let Some(Evaluation { interval, iters, .. }) = self.evaluation {
+        if let Some(evaluation) = self.evaluation {
+            let Evaluation { interval, iters, .. } = evaluation;
             faults.extend(zeros(&[("eval-interval", interval), ("eval-iters", iters)]));
+            faults.extend(evaluation.parallel(&self.parallel).err().map(ConfigError::Evaluation));
         }
         let (value, divisor) = (m.num_attention_heads, m.num_query_groups);
         if has_sizes && !value.is_multiple_of(divisor) {
@@ -306,6 +308,9 @@ pub enum ConfigError {
         /// What it can be.
         valid: &'static str,
     },
+    /// Batches of evaluations that the layout does not divide.
+    #[error("batches of evaluations: {0}")]
+    Evaluation(ParallelError),
     /// What only other devices do.
     #[error("`{what}` is not done on this device so far")]
     Device {
@@ -337,6 +342,7 @@ impl ConfigError {
             ConfigError::QueryGroups { .. } => "RM2003",
             ConfigError::Memory { .. } => "RM2050",
             ConfigError::Device { .. } => "RM6005",
+            ConfigError::Evaluation(error) => error.code(),
             ConfigError::Leaf { .. } => "RM2030",
             ConfigError::TpLeaves { .. } | ConfigError::TpLeavesOfModel { .. } => "RM2031",
             ConfigError::Pipeline { .. } | ConfigError::Experts { .. } => "RM2032",
@@ -357,6 +363,11 @@ impl ConfigError {
                     (1..=(*groups).min(1024)).filter(|tp| groups.is_multiple_of(*tp)).map(|tp| tp.to_string()).collect();
                 format!("pick a TP size that divides the query groups: {}", sizes.join(", "))
             }
+            ConfigError::Evaluation(ParallelError::GlobalBatch { micro_batch_size, batch_parallel_size, .. }) => {
+                let one = u64::from(*micro_batch_size) * u64::from(*batch_parallel_size);
+                format!("make `--eval-global-batch-size` a multiple of {one}")
+            }
+            ConfigError::Evaluation(error) => error.help(),
             ConfigError::Leaf { largest, .. } => format!("the largest leaf that fits is --canonical-leaf-tokens {largest}"),
             ConfigError::TpLeaves { tp_leaves, .. } => {
                 let sizes: Vec<_> = (0..=tp_leaves.ilog2()).map(|log| (1 << log).to_string()).collect();

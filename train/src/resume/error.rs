@@ -131,10 +131,13 @@ impl ResumeError {
     pub fn help(&self) -> String {
         match self {
             ResumeError::Differs { differences } => {
-                let overridable: Vec<_> =
-                    differences.iter().filter(|d| d.overridable).map(|d| d.field).collect();
-                match overridable.len() == differences.len() {
-                    true => format!("to go on with the new values: --allow-change {}", overridable.join(",")),
+                let mut fields: Vec<_> = differences.iter().map(|d| d.field).collect();
+                // Samples of another length are others, whatever the files.
+                if fields.contains(&"seq-length") && !fields.contains(&"data") {
+                    fields.push("data");
+                }
+                match differences.iter().all(|d| d.overridable) {
+                    true => format!("to go on with the new values: --allow-change {}", fields.join(",")),
                     false => "give this run the checkpoint's values, or another --save; what is a shape cannot change".into(),
                 }
             }

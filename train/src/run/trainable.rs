@@ -45,7 +45,7 @@ impl<'a> Trainable<'a> {
     /// Files without a sample.
     pub fn evaluated_on(mut self, validation: &'a Blend) -> Result<Self, RunError> {
         if let Some(evaluation) = self.config.evaluation {
-            self.validation = Some((validation, evaluation.sampler(self.config.seed, validation)?));
+            self.validation = Some((validation, evaluation.sampler(self.config, validation)?));
         }
         Ok(self)
     }
