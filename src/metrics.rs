@@ -2,8 +2,9 @@
 //! run that went back has lines of its own for the steps that it made anew.
 
 use anyhow::Context;
+use ckpt::open_file;
 use serde::{Deserialize, Serialize};
-use std::fs::{File, Metadata, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -74,6 +75,7 @@ impl MetricsFile {
         let path = folder.join(FILE_NAME);
         let open = || -> io::Result<File> {
             std::fs::create_dir_all(folder)?;
+            is_there(&path)?;
             let mut file = OpenOptions::new().create(true).append(true).read(true).open(&path)?;
             let mut last = [b'\n'];
             if file.seek(SeekFrom::End(0))? > 0 {
@@ -107,18 +109,26 @@ impl MetricsFile {
 pub(crate) fn last_of(folder: &Path, run: Option<&str>, step: u64) -> anyhow::Result<Option<Metrics>> {
     let path = folder.join(FILE_NAME);
     let reading = || format!("reading `{}`", path.display());
-    match std::fs::metadata(&path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        found if !found.as_ref().is_ok_and(Metadata::is_file) => {
-            // To open a pipe would wait for somebody who writes.
-            let error =
-                found.err().unwrap_or_else(|| io::Error::new(io::ErrorKind::IsADirectory, "it is no file"));
-            return Err(error).with_context(reading);
-        }
-        _ => {}
+    if !is_there(&path).with_context(reading)? {
+        return Ok(None);
     }
-    let file = File::open(&path).with_context(reading)?;
+    let file = open_file(&path).with_context(reading)?;
     find_from_end(&file, BLOCK_BYTES, run, step).with_context(reading)
+}
+
+/// Whether there is such a file.
+///
+/// # Errors
+/// If it is something else, such as a link: what is behind it may be another run's.
+fn is_there(path: &Path) -> io::Result<bool> {
+    let wrong = |what| Err(io::Error::new(io::ErrorKind::IsADirectory, what));
+    match std::fs::symlink_metadata(path) {
+        Ok(found) if found.is_symlink() => wrong("it is a symbolic link"),
+        Ok(found) if !found.is_file() => wrong("it is no file"),
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 /// Bytes that are read at a time; a line is far shorter.

@@ -49,6 +49,6 @@ pub use saver::{Exchange, Failure, Readers, SaveError, SaveReport, Saver, Snapsh
 pub use scatter::{BoxIn, copy_box};
 pub use source::{LoadError, ReadReport, Sink, StateSource};
 pub use statistics::{Spread, Statistics};
-pub use store::{IoClass, LocationError, Store, StoreError};
+pub use store::{IoClass, LocationError, Store, StoreError, open_file};
 pub use verify::{Fault, VerifyReport};
 pub use write::ReadState;

@@ -319,11 +319,8 @@ impl Store {
     /// If there is none, or it is not whole.
     pub fn checkpoint(&self, step: u64) -> Result<Checkpoint, OpenError> {
         let found = Checkpoint::open(self, step);
-        if matches!(found, Err(OpenError::NoCommit { .. })) {
+        if matches!(found, Err(OpenError::NoCommit { .. })) && !self.has_folder(&folder_of(step))? {
             let mut nearest = self.steps()?;
-            if nearest.contains(&step) {
-                return found;
-            }
             nearest.sort_by_key(|other| other.abs_diff(step));
             nearest.truncate(2);
             nearest.sort_unstable();

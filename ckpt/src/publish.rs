@@ -8,7 +8,7 @@ use crate::manifest::{
 };
 use crate::open::{OpenError, check_files, commit_path, folder_of, read_commit, refuse_link};
 use crate::store::{Store, StoreError};
-use crate::write::remove_files;
+use crate::write::remove_failed;
 
 /// Why a checkpoint was not published.
 #[derive(Debug, thiserror::Error)]
@@ -72,7 +72,7 @@ pub(crate) fn publish(
         Ok(()) => Ok(commit),
         Err(error) => {
             if !error.may_be_visible() {
-                remove_files(store, &folder, &table_files);
+                remove_failed(store, &folder, &table_files);
             }
             Err(error)
         }
@@ -185,9 +185,11 @@ impl DestinationError {
     /// How to mend it.
     pub fn help(&self) -> String {
         match self {
-            DestinationError::Newer { .. } => {
-                "save to another folder, or give `--overwrite`: they are set aside, not deleted".to_owned()
-            }
+            DestinationError::Newer { newer, .. } => format!(
+                "to go on from step {}, leave out what names another start (--load, --ckpt-step, --finetune); else save to another folder, \
+                 or give `--overwrite`: they are set aside, not deleted",
+                newer.last().expect("there are newer ones")
+            ),
             DestinationError::Open(error) => error.help(),
         }
     }

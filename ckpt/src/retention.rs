@@ -1,7 +1,7 @@
 //! Which checkpoints of a run stay, and the removal of the others: the commit first, then what it lists.
 
-use crate::open::{Checkpoint, OpenError, commit_path, folder_of, read_commit};
-use crate::store::Store;
+use crate::open::{Checkpoint, OpenError, chain_text, commit_path, folder_of, read_commit};
+use crate::store::{Store, StoreError};
 use crate::write::remove_files;
 use serde::{Deserialize, Serialize};
 use std::num::NonZeroU64;
@@ -24,21 +24,24 @@ pub struct Cleared {
     pub removed: Vec<u64>,
     /// Steps that stay for now because somebody reads them, ascending.
     pub in_use: Vec<u64>,
+    /// Why it came to no end, and what is left of a step that is no checkpoint any more.
+    pub failed: Option<String>,
 }
 
 impl Store {
-    /// Removes the checkpoints that `retention` does not keep, all of them older than `newest`. Steps that are not whole are
-    /// left alone and do not count among the most recent, unless so many whole ones are newer.
+    /// Removes the checkpoints that `retention` does not keep, all of them older than `newest`, until a removal fails. Steps that are
+    /// not whole, or known as `damaged`, are left alone and do not count among the most recent, unless so many whole ones are newer.
     ///
     /// # Errors
-    /// If `newest` cannot be opened again, whole as it was saved, and nothing was removed; or if the store fails.
-    pub fn clear(&self, newest: u64, retention: &Retention) -> Result<Cleared, OpenError> {
+    /// Nothing was removed: `newest` cannot be opened again, whole as it was saved, or the store cannot be read.
+    pub fn clear(&self, newest: u64, retention: &Retention, damaged: &[u64]) -> Result<Cleared, OpenError> {
         let _newest = self.checkpoint(newest)?;
         let mut kept = 1;
         let mut cleared = Cleared::default();
         for step in self.steps()?.into_iter().rev().filter(|step| *step < newest) {
             if kept < retention.most_recent.get() {
                 match Checkpoint::open(self, step) {
+                    Ok(_) if damaged.contains(&step) => {}
                     Ok(_) => kept += 1,
                     Err(why) if why.is_damage() => {}
                     Err(error) => return Err(error),
@@ -47,11 +50,25 @@ impl Store {
                 && retention.interval.is_none_or(|interval| step % interval != 0)
             {
                 match self.remove(step) {
-                    Ok(Removal::Done) => cleared.removed.push(step),
+                    Ok(Removal::Done { left }) => {
+                        cleared.removed.push(step);
+                        cleared.failed = left.first().map(|error| {
+                            let more = match left.len() {
+                                1 => String::new(),
+                                files => format!(", and {} more files", files - 1),
+                            };
+                            format!("of step {step} is left: {}{more}", chain_text(error))
+                        });
+                    }
                     Ok(Removal::InUse) => cleared.in_use.push(step),
+                    Err(OpenError::Store(error)) => {
+                        cleared.failed = Some(format!("step {step} stays: {}", chain_text(&error)));
+                    }
                     // Not committed, set aside, or of a newer program: not ours to remove.
-                    Err(OpenError::Store(error)) => return Err(error.into()),
                     Err(_) => {}
+                }
+                if cleared.failed.is_some() {
+                    break;
                 }
             }
         }
@@ -69,12 +86,14 @@ impl Store {
             let Some(_alone) = self.lock_alone(&path) else { return Ok(Removal::InUse) };
             self.delete(&path)?;
         }
-        remove_files(self, &folder, &commit.files);
-        Ok(Removal::Done)
+        Ok(Removal::Done { left: remove_files(self, &folder, &commit.files) })
     }
 }
 
 enum Removal {
-    Done,
+    Done {
+        /// The files that could not be removed.
+        left: Vec<StoreError>,
+    },
     InUse,
 }

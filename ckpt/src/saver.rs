@@ -10,7 +10,7 @@ use crate::publish::{PublishError, publish};
 use crate::retention::{Cleared, Retention};
 use crate::statistics::Moments;
 use crate::store::Store;
-use crate::write::{ReadState, WriteError, Written, remove_files, write_packs};
+use crate::write::{ReadState, WriteError, Written, remove_failed, write_packs};
 use mesh::{ProcessGroups, Rank, StateKind, StateTable, TensorKey};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -317,7 +317,7 @@ impl Saver {
             else {
                 return;
             };
-            remove_files(&self.store, &folder, &written.packs);
+            remove_failed(&self.store, &folder, &written.packs);
         })
     }
 
@@ -382,9 +382,10 @@ impl Saver {
             raw_bytes: plan.chunks.iter().map(|chunk| chunk.raw_bytes).sum(),
             file_bytes: commit.files.iter().map(|file| file.bytes).sum(),
             cleared: match &self.retention {
-                Some(retention) => {
-                    self.store.clear(commit.iteration, retention).map_err(|error| chain_text(&error))
-                }
+                Some(retention) => self
+                    .store
+                    .clear(commit.iteration, retention, &self.damaged)
+                    .map_err(|error| chain_text(&error)),
                 None => Ok(Cleared::default()),
             },
         })

@@ -161,6 +161,14 @@ impl Store {
             .map_err(|source| failed(of_io(source)))
     }
 
+    /// Whether there is a folder of that name directly under the root.
+    pub(crate) fn has_folder(&self, folder: &str) -> Result<bool, StoreError> {
+        match &self.local {
+            Some(root) => Ok(root.join(folder).is_dir()),
+            None => Ok(!self.list(folder)?.is_empty()),
+        }
+    }
+
     /// The lengths of files in `folder`, in the order of `paths`; `None` for what is missing.
     pub(crate) fn sizes<'a>(
         &self,
@@ -329,9 +337,7 @@ impl Store {
 
     fn local_file(&self, path: &str) -> Option<File> {
         let path = self.local.as_ref()?.join(path);
-        // To open a pipe would wait for somebody who writes.
-        std::fs::metadata(&path).ok().filter(std::fs::Metadata::is_file)?;
-        File::open(path).ok()
+        open_file(&path).ok()
     }
 
     /// Renames an object; an object with the new name is left alone and is an error.
@@ -352,6 +358,17 @@ impl Store {
             std::fs::symlink_metadata(&at).is_ok_and(|found| found.is_symlink())
         })
     }
+}
+
+/// Opens a file to read it; what is something else, such as a pipe, is of the wrong kind: to open it could wait for ever.
+///
+/// # Errors
+/// If there is none, or it may not be read.
+pub fn open_file(path: &std::path::Path) -> io::Result<File> {
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::IsADirectory, "it is no file"));
+    }
+    File::open(path)
 }
 
 /// A lock on a file for as long as it lives; where files cannot be locked, or there is none, nothing.

@@ -200,17 +200,20 @@ impl Packs<'_> {
         if let Some(pack) = self.open {
             pack.upload.abort();
         }
-        remove_files(self.store, self.folder, &self.closed);
+        remove_failed(self.store, self.folder, &self.closed);
     }
 }
 
 /// Removes files of a save that failed. What cannot be removed stays, as does what a killed process wrote: no commit names
 /// it, so no reader sees it, and a later save of the step has other names. Nothing here removes it afterwards: its attempt
 /// may be that of another job which is still writing.
-pub(crate) fn remove_files(store: &Store, folder: &str, files: &[FileEntry]) {
-    for file in files {
-        if let Err(error) = store.delete(&format!("{folder}/{}", file.path)) {
-            tracing::warn!(%error, "a file of a failed save is left over");
-        }
+pub(crate) fn remove_failed(store: &Store, folder: &str, files: &[FileEntry]) {
+    for error in remove_files(store, folder, files) {
+        tracing::warn!(%error, "a file of a failed save is left over");
     }
+}
+
+/// Removes files, and says which it could not.
+pub(crate) fn remove_files(store: &Store, folder: &str, files: &[FileEntry]) -> Vec<StoreError> {
+    files.iter().filter_map(|file| store.delete(&format!("{folder}/{}", file.path)).err()).collect()
 }

@@ -1,6 +1,8 @@
 //! `remesh ls`: the steps of a run, whole or not.
 
-use crate::output::{Output, complain, count, human_bytes, saved_layout, table};
+use crate::location::Location;
+use crate::output::{Output, complain, count, human_bytes, one_line, saved_layout, table};
+use crate::report::Refusal;
 use ckpt::{OpenError, Store};
 use mesh::ParallelLayout;
 use serde::Serialize;
@@ -47,6 +49,8 @@ enum State {
         complete: bool,
         /// Whether that is what somebody wanted.
         set_aside: bool,
+        /// Whether it may be whole all the same: it cannot be read, is of a newer program, or a link.
+        unknown: bool,
         code: String,
         reason: String,
     },
@@ -55,6 +59,12 @@ enum State {
 /// Lists a run.
 pub(crate) fn run(args: &LsArgs, output: &Output) -> anyhow::Result<ExitCode> {
     let store = Store::open(&args.run)?;
+    let location = args.run.parse::<Location>().unwrap_or_else(|never| match never {});
+    if let Some(step) = location.step {
+        let message = format!("`{}` is step {step} of a run", args.run);
+        let help = format!("`remesh ls {}` lists the run, `remesh inspect` shows the step", location.run);
+        return Err(Refusal::new("RM6003", message, help).into());
+    }
     let mut checkpoints = Vec::new();
     let listing = store.listing()?;
     listing.strays.iter().for_each(complain);
@@ -83,7 +93,8 @@ pub(crate) fn run(args: &LsArgs, output: &Output) -> anyhow::Result<ExitCode> {
 
 fn broken(error: &OpenError) -> State {
     let set_aside = matches!(error, OpenError::SetAside { .. });
-    State::Broken { complete: false, set_aside, code: error.code().into(), reason: error.to_string() }
+    let (unknown, code) = (!error.is_damage(), error.code().to_owned());
+    State::Broken { complete: false, set_aside, unknown, code, reason: error.to_string() }
 }
 
 impl fmt::Display for Listing {
@@ -100,11 +111,20 @@ impl fmt::Display for Listing {
                 created.clone(),
                 layout_text.clone(),
             ],
-            State::Broken { set_aside, code, reason, .. } => {
-                let state = if *set_aside { "set aside" } else { "not whole" };
-                vec![row.step.to_string(), state.into(), format!("{code}: {reason}")]
+            State::Broken { set_aside, unknown, .. } => {
+                let state = match (set_aside, unknown) {
+                    (true, _) => "set aside",
+                    (_, true) => "cannot be judged",
+                    _ => "not whole",
+                };
+                vec![row.step.to_string(), state.into()]
             }
         };
-        f.write_str(&table(&self.checkpoints.iter().map(row).collect::<Vec<_>>()))
+        let columns = table(&self.checkpoints.iter().map(row).collect::<Vec<_>>());
+        // Behind the columns: a reason is far longer than what stands in any of them.
+        self.checkpoints.iter().zip(columns.lines()).try_for_each(|(row, line)| match &row.state {
+            State::Whole { .. } => writeln!(f, "{line}"),
+            State::Broken { code, reason, .. } => writeln!(f, "{line}  {code}: {}", one_line(reason)),
+        })
     }
 }

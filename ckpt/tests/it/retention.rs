@@ -34,7 +34,7 @@ fn save(store: &Store, step: u64, table: &StateTable, retention: Retention) -> C
 }
 
 fn removed(steps: &[u64]) -> Cleared {
-    Cleared { removed: steps.to_vec(), in_use: Vec::new() }
+    Cleared { removed: steps.to_vec(), ..Cleared::default() }
 }
 
 #[test]
@@ -90,9 +90,30 @@ fn what_somebody_reads_stays_until_it_is_read() {
     save_labelled(&store, 10, &table, ONE);
     let reader = Store::open(root.path().to_str().unwrap()).unwrap().checkpoint(10).unwrap();
     let cleared = save(&store, 20, &table, keep(1, None, None));
-    assert_eq!(cleared, Cleared { removed: Vec::new(), in_use: vec![10] });
+    assert_eq!(cleared, Cleared { in_use: vec![10], ..Cleared::default() });
     assert_loads_labelled(&reader, &table, TWO);
     drop(reader);
     assert_eq!(save(&store, 30, &table, keep(1, None, None)), removed(&[10, 20]));
     assert_eq!(store.steps().unwrap(), [30]);
+}
+
+/// A pack that is a folder cannot be removed as a file.
+#[test]
+fn what_was_removed_and_what_is_left_are_told_together_and_damaged_steps_do_not_count() {
+    let root = tempfile::tempdir().unwrap();
+    let store = Store::open(root.path().to_str().unwrap()).unwrap();
+    let table = model();
+    for step in [10, 20, 30, 40] {
+        save_labelled(&store, step, &table, ONE);
+    }
+    assert_eq!(store.clear(40, &keep(2, None, Some(10)), &[30]).unwrap(), Cleared::default());
+    let pack = store.checkpoint(20).unwrap().commit().files.last().unwrap().path.clone();
+    let pack = root.path().join("iter_0000020").join(pack);
+    fs::remove_file(&pack).unwrap();
+    fs::create_dir_all(pack.join("in the way")).unwrap();
+    let cleared = store.clear(40, &keep(1, None, None), &[]).unwrap();
+    assert_eq!(cleared.removed, [20, 30], "and 10 waits for the next clearing");
+    let failed = cleared.failed.unwrap();
+    assert!(failed.starts_with("of step 20 is left: removing `") && failed.contains(".pack`"), "{failed}");
+    assert_eq!(store.clear(40, &keep(1, None, None), &[]).unwrap(), removed(&[10]));
 }

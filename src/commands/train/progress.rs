@@ -231,10 +231,12 @@ impl<'a> Progress<'a> {
                 self.line(Line::SamplesDropped { epoch: *epoch, samples: *samples });
             }
             Event::Saved { iteration, report } => {
-                let Cleared { removed, in_use } = report.cleared.clone().unwrap_or_else(|why| {
-                    complain(format!("older checkpoints could not be removed: {why}"));
-                    Cleared::default()
-                });
+                let cleared = report.cleared.clone();
+                let Cleared { removed, in_use, failed } =
+                    cleared.unwrap_or_else(|why| Cleared { failed: Some(why), ..Cleared::default() });
+                if let Some(why) = failed {
+                    complain(format!("older checkpoints could not all be removed: {why}"));
+                }
                 let (step, folder, bytes) = (*iteration, report.folder.clone(), report.file_bytes);
                 self.line(Line::Saved { step, folder, bytes, removed, in_use });
             }

@@ -82,6 +82,13 @@ fn a_step_that_is_not_whole_is_passed_over_by_every_command_and_listed_with_the_
     .assert_eq(&refused(folder, "inspect run@4", 6));
     expect!["4  not whole  RM4020: step 4 is incomplete: `run/iter_0000004` has no checkpoint.json"]
         .assert_eq(ok(folder, "ls run").lines().last().unwrap());
+    expect![[r#"
+        Error: RM6003
+
+          × `run/iter_0000004` is step 4 of a run
+          help: `remesh ls run` lists the run, `remesh inspect` shows the step
+    "#]]
+    .assert_eq(&refused(folder, "ls run/iter_0000004", 2));
     let verified = remesh(folder, "verify run@4");
     assert_eq!(verified.status.code(), Some(1));
     expect![[r#"
@@ -180,7 +187,7 @@ fn stray_names_are_passed_over_and_no_listing_fails() {
     expect![[r#"
         6  not whole  RM4021: `run/iter_0000006/checkpoint.json` is no file
         7  not whole  RM4021: `run/iter_0000007/checkpoint.json` is no file
-        8  not whole  RM4023: `run/iter_0000008/checkpoint.json` is a symbolic link, or in a folder that is one; a checkpoint's files must lie in its own folder
+        8  cannot be judged  RM4023: `run/iter_0000008/checkpoint.json` is a symbolic link, or in a folder that is one; a checkpoint's files must lie in its own folder
     "#]]
     .assert_eq(listed.split_once('\n').unwrap().1);
     // What a link may hide stops the search.

@@ -136,7 +136,7 @@ fn what_may_not_be_read_or_written_is_said_and_nothing_is_lost() {
     assert!(listed.status.success());
     let listed = text(&listed.stdout);
     assert!(listed.lines().next().unwrap().starts_with("1  complete"), "{listed}");
-    assert!(listed.lines().nth(1).unwrap().starts_with("2  not whole  RM1004: "), "{listed}");
+    assert!(listed.lines().nth(1).unwrap().starts_with("2  cannot be judged  RM1004: "), "{listed}");
     mode("run/iter_0000002", 0o755);
     mode("run", 0o755);
     ok(folder, "verify run@2");

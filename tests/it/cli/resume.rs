@@ -119,7 +119,7 @@ fn a_wish_to_resume_that_cannot_be_met_is_refused_and_each_says_why() {
         Error: RM7003
 
           × `FOLDER/run` holds whole checkpoints newer than step 2: 4
-          help: save to another folder, or give `--overwrite`: they are set aside, not deleted
+          help: to go on from step 4, leave out what names another start (--load, --ckpt-step, --finetune); else save to another folder, or give `--overwrite`: they are set aside, not deleted
     "#]]
     .assert_eq(&refused("--load run@2 --save run", 7));
     expect![[r#"

@@ -242,6 +242,21 @@ fn what_is_no_file_is_not_waited_for() {
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(3), "{said}");
     assert!(said.contains("RM1006") && said.contains("run/metrics.jsonl`"), "{said}");
+    // Nor is another run's file written to through a link.
+    std::fs::create_dir(folder.join("linked")).unwrap();
+    std::fs::write(folder.join("theirs"), "").unwrap();
+    std::os::unix::fs::symlink("../theirs", folder.join("linked/metrics.jsonl")).unwrap();
+    let said = refused(folder, &format!("train {MODEL} --train-iters 1 --save linked"), 3);
+    assert!(said.contains("RM1006") && said.contains("it is a symbolic link"), "{said}");
+    assert_eq!(std::fs::read(folder.join("theirs")).unwrap(), b"");
+    for name in ["tokens.idx", "tokens.bin"] {
+        let file = folder.join(name);
+        std::fs::rename(&file, folder.join("kept")).unwrap();
+        assert!(Command::new("mkfifo").arg(&file).status().unwrap().success());
+        let said = refused(folder, &format!("train {MODEL} --train-iters 1"), 3);
+        assert!(said.contains("RM1006") && said.contains(&format!("`{name}`")), "{said}");
+        std::fs::rename(folder.join("kept"), &file).unwrap();
+    }
 }
 
 /// Standing still before training begins: the configuration comes through a pipe that nobody writes to.

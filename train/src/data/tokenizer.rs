@@ -2,7 +2,7 @@
 
 use crate::data::tokens::{TokenFileError, with_extension};
 use serde::{Deserialize, Serialize};
-use std::io;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 /// What `PREFIX.tokenizer.json` says.
@@ -31,8 +31,9 @@ impl Tokenizer {
     /// If it cannot be read, or is something else.
     pub fn open(prefix: &Path) -> Result<Option<Self>, TokenFileError> {
         let path = with_extension(prefix, ".tokenizer.json");
-        let text = match std::fs::read(&path) {
-            Ok(text) => text,
+        let mut text = Vec::new();
+        match ckpt::open_file(&path).and_then(|mut file| file.read_to_end(&mut text)) {
+            Ok(_) => {}
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(source) => return Err(TokenFileError::Io { path, source }),
         };

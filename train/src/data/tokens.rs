@@ -3,9 +3,9 @@
 
 use crate::data::index::Index;
 use crate::data::path::Split;
-use ckpt::{IoClass, fnv1a};
+use ckpt::{IoClass, fnv1a, open_file};
 use std::fs::File;
-use std::io;
+use std::io::{self, Read};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -167,10 +167,12 @@ impl TokenFile {
             let path = path.to_owned();
             move |source| TokenFileError::Io { path, source }
         };
-        let bytes = std::fs::read(&index_path).map_err(io(&index_path))?;
+        let mut bytes = Vec::new();
+        let mut file = open_file(&index_path).map_err(io(&index_path))?;
+        file.read_to_end(&mut bytes).map_err(io(&index_path))?;
         let index = Index::parse(&bytes)
             .map_err(|reason| TokenFileError::Index { path: index_path.clone(), reason })?;
-        let bin = Arc::new(File::open(&path).map_err(io(&path))?);
+        let bin = Arc::new(open_file(&path).map_err(io(&path))?);
         let (found, expected) = (bin.metadata().map_err(io(&path))?.len(), index.bin_bytes);
         if found != expected {
             return Err(TokenFileError::Length { path, found, expected });
