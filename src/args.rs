@@ -149,6 +149,7 @@ impl Said {
         let mut merged = Merged::<TrainArgs>::default();
         for (source, args) in &layers {
             let mut args = args.clone();
+            merged.args().model.silence(&mut args.model);
             merged.args().training.silence(&mut args.training);
             merged.fill(*source, &args);
         }

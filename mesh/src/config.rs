@@ -314,7 +314,12 @@ impl ParallelError {
             }
             ParallelError::GlobalBatch { global_batch_size, micro_batch_size, batch_parallel_size } => {
                 let one = u64::from(*micro_batch_size) * u64::from(*batch_parallel_size);
-                format!("`--global-batch-size` {} would fit", nearest(*global_batch_size, one))
+                let fewer = if *global_batch_size < one {
+                    ""
+                } else {
+                    "; `--decrease-batch-size-if-needed` lets a step take fewer"
+                };
+                format!("`--global-batch-size` {} would fit{fewer}", nearest(*global_batch_size, one))
             }
         }
     }

@@ -192,6 +192,10 @@ impl LayoutError {
                 let article = if size.starts_with('E') { "an" } else { "a" };
                 format!("give {article} {size} of at least 1, or leave it out")
             }
+            LayoutError::SequenceShards { gtp: 1, sequence_shards } => format!(
+                "there are no weight shards beyond TP to cut a sequence by: give as many as sequence shards, such as \
+                 `--weight-shards {sequence_shards} --seq-shards {sequence_shards}` with TP 1, or let TP cut it: `--sequence-parallel`"
+            ),
             LayoutError::SequenceShards { gtp, .. } => format!(
                 "{} sequence shards inside GTP {gtp} would fit; more pieces of a sequence than that come from CP",
                 one_of(&degrees_that_fit(*gtp, 1))

@@ -199,6 +199,14 @@ fn shards_that_do_not_divide_are_refused_with_those_that_do() {
         help: 1, 2 or 4 sequence shards inside GTP 4 would fit; more pieces of a sequence than that come from CP"#]],
     );
     refused(
+        args(1, false, 1, None, Some(2)),
+        8,
+        "RM2001",
+        expect![[r#"
+        GTP degree 1 cannot be cut into 2 sequence shards: 1 % 2 != 0
+        help: there are no weight shards beyond TP to cut a sequence by: give as many as sequence shards, such as `--weight-shards 2 --seq-shards 2` with TP 1, or let TP cut it: `--sequence-parallel`"#]],
+    );
+    refused(
         args(1, false, 1, Some(4), Some(8)),
         8,
         "RM2001",
@@ -408,7 +416,7 @@ fn a_step_is_a_whole_number_of_microbatches_or_refused() {
         "RM2002",
         expect![[r#"
         global batch size 10 ÷ (micro batch size 2 × batch parallel size 4) is not exact
-        help: `--global-batch-size` 8 or 16 would fit"#]],
+        help: `--global-batch-size` 8 or 16 would fit; `--decrease-batch-size-if-needed` lets a step take fewer"#]],
     );
     refused(
         of(2, 4),

@@ -49,6 +49,8 @@ use Kind::{Switch, Value};
 
 /// Token losses are averaged over tokens.
 const PER_TOKEN_LOSS: &str = "calculate-per-token-loss";
+/// There is no table of positions.
+const NO_TABLE: &str = "no-position-embedding";
 /// Queries and keys are rotated.
 const ROTARY: &str = "use-rotary-position-embeddings";
 /// What happens where the tensors of model and checkpoint are not the same.
@@ -70,7 +72,7 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("qk-layernorm", Switch, Refused(MODEL)),
     ("apply-layernorm-1p", Switch, Refused(MODEL)),
     (ROTARY, Switch, Same),
-    ("no-position-embedding", Switch, Same),
+    (NO_TABLE, Switch, Same),
     ("rotary-percent", Value, SameFor(&["1", "1.0"], MODEL)),
     ("rotary-interleaved", Switch, Refused(MODEL)),
     ("rotary-seq-len-interpolation-factor", Value, SameFor(&["1"], MODEL)),
@@ -153,7 +155,7 @@ const FLAGS: &[(&str, Kind, Verdict)] = &[
     ("no-save-optim", Switch, Refused("a checkpoint holds the whole state so far")),
     ("no-save-rng", Switch, Refused("a checkpoint holds the whole state so far")),
     ("non-persistent-save-interval", Value, Refused("every checkpoint is whole and stays where it is saved")),
-    ("use-checkpoint-opt_param-scheduler", Switch, Same),
+    ("use-checkpoint-opt-param-scheduler", Switch, Same),
     // Speed and display.
     ("use-mcore-models", Switch, NoEffect),
     ("transformer-impl", Value, NoEffect),
@@ -238,7 +240,7 @@ impl MegatronFlags {
     /// What Megatron's own defaults would be, where `args` say nothing and the default here is another one. Nothing if none of
     /// these flags was given, as in a launch script of Megatron's.
     pub(crate) fn other_defaults(&self, args: &TrainArgs) -> Vec<&'static str> {
-        let rotary = self.given.iter().any(|(name, ..)| *name == ROTARY);
+        let rotary = self.given.iter().any(|(name, ..)| matches!(*name, ROTARY | NO_TABLE));
         let unsaid = |(said, flag): (bool, &'static str)| (!said).then_some(flag);
         let flags = defaults_elsewhere(args).into_iter().filter_map(unsaid);
         let flags = flags.filter(|flag| !(rotary && flag.starts_with("--position")));
@@ -257,11 +259,11 @@ impl MegatronFlags {
                         format!("`--{PER_TOKEN_LOSS}` and `--loss-average sample` contradict each other");
                     return Err(Refusal::new("RM6003", message, "leave one of them out"));
                 }
-                (ROTARY, _)
+                (flag @ (ROTARY | NO_TABLE), _)
                     if args.model.position_embedding_type == Some(PositionEmbeddingType::LearnedAbsolute) =>
                 {
                     let message = format!(
-                        "`--{ROTARY}` and `--position-embedding-type learned_absolute` contradict each other"
+                        "`--{flag}` and `--position-embedding-type learned_absolute` contradict each other"
                     );
                     return Err(Refusal::new("RM6003", message, "leave one of them out"));
                 }

@@ -102,6 +102,16 @@ pub(crate) enum PositionEmbeddingType {
 }
 
 impl ModelArgs {
+    /// Takes out of `weaker` the other activation than the one that is asked for here.
+    pub(super) fn silence(&self, weaker: &mut Self) {
+        if self.swiglu == Some(true) {
+            weaker.openai_gelu = None;
+        }
+        if self.openai_gelu == Some(true) {
+            weaker.swiglu = None;
+        }
+    }
+
     /// The model, over data of `vocab_size` ids.
     ///
     /// # Errors

@@ -103,10 +103,12 @@ fn differences(a: &Checkpoint, b: &Checkpoint, with_values: bool) -> anyhow::Res
     keys.sort();
     keys.dedup();
     let num_keys = keys.len();
+    let [layout_a, layout_b] = [a, b].map(|checkpoint| &checkpoint.commit().run.layout);
+    let same_axes = layout_a.axis_sizes() == layout_b.axis_sizes();
     let mut tensors = Vec::new();
     for key in keys {
         let (one, other) = (in_a.get(key), in_b.get(key));
-        let Some(what) = what_differs(one, other) else { continue };
+        let Some(what) = what_differs(one, other, same_axes) else { continue };
         let values = match (one, other) {
             (Some(one), Some(other)) if with_values && what == What::Elements => {
                 Some(Values::compare((a, one), (b, other))?)
@@ -131,7 +133,8 @@ fn differences(a: &Checkpoint, b: &Checkpoint, with_values: bool) -> anyhow::Res
     })
 }
 
-fn what_differs(a: Option<&StoredTensor>, b: Option<&StoredTensor>) -> Option<What> {
+/// Streams go on only where all axes have the sizes that they had: `same_axes`.
+fn what_differs(a: Option<&StoredTensor>, b: Option<&StoredTensor>, same_axes: bool) -> Option<What> {
     let (a, b) = match (a, b) {
         (Some(a), Some(b)) => (a, b),
         (Some(_), None) => return Some(What::OnlyInA),
@@ -140,7 +143,10 @@ fn what_differs(a: Option<&StoredTensor>, b: Option<&StoredTensor>) -> Option<Wh
     let found = [
         (a.kind != b.kind, What::Kind),
         (a.dtype != b.dtype, What::Dtype),
-        (a.kind == StateKind::Rng && a.shape != b.shape, What::LayoutOfStreams),
+        (
+            a.kind == StateKind::Rng && (a.shape != b.shape || !same_axes && a.fingerprint != b.fingerprint),
+            What::LayoutOfStreams,
+        ),
         (a.shape != b.shape, What::Shape),
         (a.fingerprint != b.fingerprint, What::Elements),
     ];

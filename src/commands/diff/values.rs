@@ -82,7 +82,12 @@ impl Values {
                 let steps = u64::try_from(a.place.abs_diff(b.place)).unwrap_or(u64::MAX);
                 let bucket = if steps == 0 { 0 } else { 1 << steps.ilog2() };
                 *self.steps.entry(bucket).or_default() += 1;
-                self.max_abs = self.max_abs.max((a.value - b.value).abs());
+                // Large integers are no f64; the difference of two may be.
+                let difference = match is_float(dtype) {
+                    true => (a.value - b.value).abs(),
+                    false => a.place.abs_diff(b.place) as f64,
+                };
+                self.max_abs = self.max_abs.max(difference);
             }
             _ => self.unordered += 1,
         }

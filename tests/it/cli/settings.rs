@@ -586,6 +586,18 @@ fn flags_may_be_written_with_underscores() {
     let inspected: serde_json::Value = serde_json::from_str(&ok(folder, "inspect run_1 --json")).unwrap();
     assert_eq!(inspected["commit"]["config"]["parallel"]["micro_batch_size"], 2);
     assert_eq!(inspected["commit"]["layout"]["world_size"], 2);
+    // Megatron's own spelling, of which half has underscores.
+    ok(folder, &format!("train {MODEL} --train-iters 2 --load run_1 --use-checkpoint-opt_param-scheduler"));
+}
+
+#[test]
+fn positions_without_a_table_are_no_learned_ones() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    let line = format!("train {MODEL} --train-iters 1 --no-position-embedding");
+    let said = refused(folder, &format!("{line} --position-embedding-type learned_absolute"), 2);
+    assert!(said.contains("RM6003") && said.contains("`--no-position-embedding` and "), "{said}");
+    ok(folder, &format!("{line} --position-embedding-type rope"));
 }
 
 /// Files and flags have one list of names, and the help and a refusal tell it.

@@ -137,7 +137,13 @@ impl ResumeError {
                     fields.push("data");
                 }
                 match differences.iter().all(|d| d.overridable) {
-                    true => format!("to go on with the new values: --allow-change {}", fields.join(",")),
+                    true => {
+                        let size = differences.iter().find(|d| d.field == "global-batch-size");
+                        let size = size.filter(|size| size.saved.parse::<u64>().is_ok());
+                        let keep = size.map(|size| format!("--global-batch-size {} is as it was; ", size.saved));
+                        let (keep, fields) = (keep.unwrap_or_default(), fields.join(","));
+                        format!("{keep}to go on with the new values: --allow-change {fields}")
+                    }
                     false => "give this run the checkpoint's values, or another --save; what is a shape cannot change".into(),
                 }
             }
@@ -158,7 +164,7 @@ impl ResumeError {
             ResumeError::Fingerprint { .. } => {
                 "`remesh verify` checks the files; if they are whole, this is a bug or a memory fault".into()
             }
-            ResumeError::NotStrict { .. } => "leave out --strict, or resume under the layout that was saved".into(),
+            ResumeError::NotStrict { .. } => "leave out --strict, or mend what keeps it from L2".into(),
             ResumeError::Placement(_) => "pick a layout that divides the model".into(),
             ResumeError::Comm(error) => error.help().into(),
         }

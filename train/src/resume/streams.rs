@@ -94,7 +94,10 @@ pub(super) fn load_streams(
     let drawn = told.iter().any(|told| told[1] == 1);
     let (kept, all) = (told.iter().filter(|told| told[0] == 1).count(), told.len());
     let note = match kept {
-        0 => format!("{all} per-rank random streams derived anew: the layout changed"),
+        0 => {
+            let s = if all == 1 { "" } else { "s" };
+            format!("{all} per-rank random stream{s} derived anew: the layout changed")
+        }
         kept => format!("{kept} ranks kept their random streams, {} derived new ones", all - kept),
     };
     Ok(Continued { is_whole: !drawn, cells: false, note: Some(note) })
