@@ -189,7 +189,8 @@ fn a_plan_takes_batches_as_train_does() {
     let folder = with_tokens();
     let folder = folder.path();
     let model = MODEL.replace("--global-batch-size 4", "--global-batch-size 7");
-    let decreased = format!("{model} --decrease-batch-size-if-needed --eval-iters 1 --valid-data-path tokens");
+    let decreased =
+        format!("{model} --decrease-batch-size-if-needed --eval-iters 1 --valid-data-path tokens");
     ok(folder, &format!("train {decreased} --train-iters 2 --nproc-per-node 3 --save run"));
     assert_eq!(resume(folder, "run --world-size 3")["exact"], true);
     let alone = resume(folder, "run --world-size 1");
