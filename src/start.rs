@@ -1,9 +1,9 @@
 //! Where a run goes on from, and whether it may save where it wants to.
 
 use crate::args::CheckpointArgs;
-use crate::location::{Location, is_same_place, newest};
+use crate::location::{Location, is_same_place, local_folder, newest};
 use crate::report::Refusal;
-use ckpt::{Checkpoint, LocationError, Store};
+use ckpt::{COMMIT_NAME, Checkpoint, LocationError, Store};
 
 /// Where a run starts.
 pub(crate) struct Start {
@@ -64,7 +64,7 @@ pub(crate) fn find(args: &CheckpointArgs, below: Option<u64>) -> anyhow::Result<
 /// The store of `--save`, made if it is not there.
 ///
 /// # Errors
-/// If it holds whole checkpoints newer than `iteration`, apart from those known as `damaged`, and `--overwrite` does not say
+/// If it is the folder of a step; if it holds whole checkpoints newer than `iteration`, apart from those known as `damaged`, and `--overwrite` does not say
 /// that they are to be set aside.
 pub(crate) fn destination(
     save: &str,
@@ -72,9 +72,22 @@ pub(crate) fn destination(
     damaged: &[u64],
     overwrite: bool,
 ) -> anyhow::Result<Store> {
+    if is_step(save) {
+        let message =
+            format!("`--save {save}` is the folder of a step, and a run is saved in a folder of its own");
+        let help = "give the folder of the run, in which the folders of its steps lie";
+        return Err(Refusal::new("RM6003", message, help).into());
+    }
     let store = Store::create(save)?;
     if !overwrite {
         store.require_none_after(iteration, damaged)?;
     }
     Ok(store)
+}
+
+/// Whether a folder is a step's: by its name, or by what it holds.
+fn is_step(place: &str) -> bool {
+    let named =
+        !place.contains('@') && place.parse::<Location>().is_ok_and(|location| location.step.is_some());
+    named || local_folder(place).is_some_and(|folder| folder.join(COMMIT_NAME).exists())
 }

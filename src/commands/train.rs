@@ -25,7 +25,7 @@ use train::comm::CommError;
 use train::comm::processes::Launch;
 use train::data::{Blend, Parts, Tokenizer};
 use train::resume::SavedRun;
-use train::run::{Event, Job, RunEnd, RunName, SavePolicy, Trainable};
+use train::run::{Event, Job, RunName, SavePolicy, Trainable};
 
 /// Flags of `remesh train`.
 #[derive(Clone, Debug, clap::Args)]
@@ -48,6 +48,14 @@ struct Prepared {
     validation: Option<Blend>,
 }
 
+/// How a run ended.
+struct End {
+    /// Whether it was asked to stop before all was done.
+    stopped: bool,
+    /// Whether `--save` holds what it came to.
+    is_saved: bool,
+}
+
 /// Trains; exit code 75 if a signal ended the run after a complete save.
 pub(crate) fn run(command: TrainCommand, output: &Output) -> anyhow::Result<ExitCode> {
     let signals = Signals::register()?;
@@ -66,7 +74,7 @@ pub(crate) fn run(command: TrainCommand, output: &Output) -> anyhow::Result<Exit
     loop {
         let start = start::find(&said.args.checkpoint, damaged.last().copied())?;
         match (train_from(&said, &start, &damaged, None, &signals, output), &start.checkpoint) {
-            (Ok(end), _) => return Ok(signals.exit_code(end, said.args.checkpoint.save.is_some())),
+            (Ok(end), _) => return Ok(signals.exit_code(end)),
             // Found while the latest was read: the next older one may be whole.
             (Err(error), Some(checkpoint)) if start.is_latest && is_damage(&error) => {
                 complain(format!("step {} is damaged and passed over: {error:#}", checkpoint.step()));
@@ -88,7 +96,7 @@ fn run_rank(
     let said = prepare(command, Some(launch), output)?;
     let start = start::find(&said.args.checkpoint, None)?;
     match train_from(&said, &start, &[], Some(launch), signals, output) {
-        Ok(end) => Ok(signals.exit_code(end, said.args.checkpoint.save.is_some())),
+        Ok(end) => Ok(signals.exit_code(end)),
         Err(error) => {
             let told_by = match error.downcast_ref::<CommError>() {
                 Some(CommError::PeerFailed { rank: Rank(0), .. }) => Rank(1),
@@ -158,7 +166,7 @@ fn train_from(
     launch: Option<&Launch>,
     signals: &Signals,
     output: &Output,
-) -> anyhow::Result<RunEnd> {
+) -> anyhow::Result<End> {
     let args = &said.args.checkpoint;
     let continued = start.checkpoint.as_ref().filter(|_| args.selection().counters);
     let saved = continued.map(|checkpoint| SavedRun::of(checkpoint.commit())).transpose()?;
@@ -201,6 +209,9 @@ fn train_from(
         }
         Ok(())
     };
+    if is_first {
+        run.other_validation().iter().for_each(complain);
+    }
     let logs = is_first.then_some(&said.args);
     let progress = Progress::new(logs, &run, start, iteration, &name.run, output)?;
     // The first rank alone is told when training begins.
@@ -244,10 +255,11 @@ fn train_from(
         None => train::run::run(&job),
     };
     let end = end.map_err(|error| failure(*error))?;
-    if end.iteration == iteration {
+    if end.iteration == iteration && iteration >= config.train_iters {
         output.note(format!("nothing to train: {iteration} of {} done", count(config.train_iters, "step")));
     }
-    Ok(end)
+    let is_saved = args.save.is_some() && (end.iteration > iteration || start.is_in_save);
+    Ok(End { stopped: end.stopped, is_saved })
 }
 
 fn run_name() -> RunName {
@@ -312,8 +324,8 @@ impl Signals {
         self.is_starting.store(false, Ordering::Relaxed);
     }
 
-    fn exit_code(&self, end: RunEnd, saves: bool) -> ExitCode {
-        match (end.stopped, saves) {
+    fn exit_code(&self, end: End) -> ExitCode {
+        match (end.stopped, end.is_saved) {
             (false, _) => ExitCode::SUCCESS,
             (true, true) => ExitCode::from(75),
             (true, false) => ExitCode::from(128 + self.first.load(Ordering::Relaxed) as u8),

@@ -116,14 +116,33 @@ fn ranks_that_were_started_differently_are_refused() {
     let folder = folder.path();
     let agent = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let port = agent.local_addr().unwrap().port();
-    let line = |seed| format!("{RUN} --train-iters 3 --seed {seed}");
-    let ranks = [0, 1].map(|rank| Running::start(&mut under_torchrun(folder, &line(rank), rank, 2, port)));
-    let outputs = ranks.map(Running::output);
-    let said: String = outputs.iter().map(|output| text(&output.stderr)).collect();
-    assert!(said.contains("RM3207") && said.contains("rank 1 has other settings than rank 0"), "{said}");
-    // Whoever says it first ends the other one, too.
-    assert!(outputs.iter().any(|output| output.status.code() == Some(2)), "{said}");
-    assert!(outputs.iter().all(|output| !output.status.success()), "{said}");
+    std::fs::write(folder.join("other.txt"), "Other text of about the same length.\n".repeat(40)).unwrap();
+    ok(folder, "data tokenize other.txt -o other");
+    // A copy with the index of the first and other tokens.
+    let bytes = std::fs::read(folder.join("tokens.bin")).unwrap();
+    std::fs::write(
+        folder.join("stale.bin"),
+        bytes.chunks(2).flat_map(|id| [id[0] ^ 1, id[1]]).collect::<Vec<_>>(),
+    )
+    .unwrap();
+    std::fs::copy(folder.join("tokens.idx"), folder.join("stale.idx")).unwrap();
+    std::fs::copy(folder.join("tokens.tokenizer.json"), folder.join("stale.tokenizer.json")).unwrap();
+    for (flags, difference) in [
+        (["--seed 0", "--seed 1"], "settings.seed is 1, not 0"),
+        (["", "--data-path stale"], "data.next_batch is"),
+        (["--valid-data-path tokens", "--valid-data-path other"], "data.validation.files is"),
+        (["--save a --save-interval 1", "--save a"], "save-interval is 0, not 1"),
+    ] {
+        let line = |rank: usize| format!("{RUN} --train-iters 3 {}", flags[rank]);
+        let start = |rank| Running::start(&mut under_torchrun(folder, &line(rank), rank as u32, 2, port));
+        let outputs = [0, 1].map(start).map(Running::output);
+        let said: String = outputs.iter().map(|output| text(&output.stderr)).collect();
+        let expected = format!("rank 1 was started otherwise than rank 0: {difference}");
+        assert!(said.contains("RM3207") && said.contains(&expected), "{said}");
+        // Whoever says it first ends the other one, too.
+        assert!(outputs.iter().any(|output| output.status.code() == Some(2)), "{said}");
+        assert!(outputs.iter().all(|output| !output.status.success()), "{said}");
+    }
     let mut alone = under_torchrun(folder, &format!("{RUN} --train-iters 3 --nproc-per-node 4"), 0, 2, port);
     let output = alone.output().unwrap();
     assert_eq!(output.status.code(), Some(2));

@@ -308,7 +308,7 @@ fn steps_that_are_not_finite_end_the_run_after_some_in_a_row() {
     let mut config = TrainConfig { train_iters: 20, ..POWERS.config(layout(1, false, 2, 1, 1, 2)) };
     (config.schedule.train, config.schedule.lr_decay, config.schedule.max_lr) = (20, 20, 1e30);
     let error = train(&config, &tokens, &Store::open("memory://").unwrap(), None, 0, |_| {}).err().unwrap();
-    expect!["3 steps in a row, up to iteration 4, had values that were not finite or out of range"]
+    expect!["3 steps in a row, up to iteration 4, had values that were not finite or out of range, or no token to learn from"]
         .assert_eq(&error.to_string());
 }
 
@@ -479,6 +479,7 @@ fn a_token_above_the_vocabulary_ends_the_run_naming_it() {
 fn every_setting_that_must_match_is_compared() {
     let saved = POWERS.config(Layout::SINGLE);
     let data = DataState {
+        validation: None,
         num_samples: 93,
         seq_length: 64,
         files: "00".into(),

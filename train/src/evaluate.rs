@@ -49,6 +49,12 @@ impl Evaluation {
         iteration > 0 && (iteration.is_multiple_of(self.interval) || iteration == train_iters)
     }
 
+    /// Samples of one, of `tokens` in the order of `sampler`.
+    pub(crate) fn num_samples(&self, tokens: &Blend, sampler: &Sampler) -> u64 {
+        let asked = self.iters.saturating_mul(self.batch.global_batch_size);
+        if tokens.has_shares() { asked } else { asked.min(sampler.num_samples()) }
+    }
+
     /// The order in which evaluations of `validation` read it. Files without shares are read once at most: the last batch of all their
     /// samples is filled up with samples of no weight.
     ///
@@ -64,7 +70,7 @@ impl Evaluation {
 /// What an evaluation came to, equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Evaluated {
-    /// Average loss; not a number if a loss was not finite or out of range.
+    /// Average loss; not a number if a loss was not finite or out of range, or no token has a weight.
     pub loss: f64,
     /// Samples that it is of.
     pub samples: u64,
@@ -91,8 +97,7 @@ impl<'a> Evaluator<'a> {
         sampler: Sampler,
         groups: &ProcessGroups,
     ) -> Self {
-        let asked = settings.iters.saturating_mul(settings.batch.global_batch_size);
-        let num_samples = if tokens.has_shares() { asked } else { asked.min(sampler.num_samples()) };
+        let num_samples = settings.num_samples(tokens, &sampler);
         let parallel = settings.parallel(&config.parallel).expect("the configuration was checked");
         let of_evaluations = TrainConfig { parallel, ..config.clone() };
         let (_, loss_bits) = config.numerics.loss();
@@ -131,7 +136,7 @@ impl<'a> Evaluator<'a> {
             }
             in_range &= all.iter().all(|rank| rank[1] == 1);
         }
-        let mean = sum as f64 / (1u64 << self.loss_bits) as f64 / count.max(1) as f64;
+        let mean = sum as f64 / (1u64 << self.loss_bits) as f64 / count as f64;
         Ok(Some(Evaluated { loss: if in_range { mean } else { f64::NAN }, samples }))
     }
 }

@@ -7,7 +7,9 @@ mod error;
 mod prove;
 mod streams;
 
-pub use compare::{CHANGEABLE, DataState, Difference, SavedRun, SchedulerState, compare, next_sample};
+pub use compare::{
+    CHANGEABLE, DataState, Difference, SavedRun, SchedulerState, ValidationState, compare, next_sample,
+};
 pub use error::ResumeError;
 pub use streams::{RngPolicy, StreamCell};
 
@@ -18,7 +20,7 @@ use crate::step::{ParamGroups, Trainer};
 use ckpt::{
     Commit, Counters, LoadError, OwnShard, StateSource, StoredTensor, Strictness, own_shards, plan_load,
 };
-use compare::{check_random, other_samples};
+use compare::{check_random, compare_meaning, other_samples};
 use mesh::{ParallelLayout, ShardedTensor, StateKind, TensorKey};
 use prove::prove;
 use serde::{Deserialize, Serialize};
@@ -76,19 +78,39 @@ pub struct Continuation<'a> {
 
 impl<'a> Continuation<'a> {
     /// Checks that the checkpoint's run may go on as `config`, before any rank starts. A new run that takes only weights may
-    /// differ in all but the shapes, which the load plan compares. `data` is that at [`next_sample`].
+    /// differ in all but what the weights mean, and the shapes, which the load plan compares. `data` is that at [`next_sample`].
     ///
     /// # Errors
     /// Every difference that is not allowed.
     pub fn new(resume: Resume<'a>, config: &TrainConfig, data: &DataState) -> Result<Self, ResumeError> {
+        let commit = resume.source.commit();
         if !resume.selection.counters {
-            return Ok(Continuation { resume, saved: None, differences: Vec::new() });
+            let saved = SavedRun::config_of(commit)?;
+            let differences = allowed(compare_meaning(&saved.model, &config.model), resume.allow_change)?;
+            return Ok(Continuation { resume, saved: None, differences });
         }
-        let saved = SavedRun::of(resume.source.commit())?;
-        let differences = compare(&saved.config, &saved.data, config, data, resume.source.commit().iteration);
+        let saved = SavedRun::of(commit)?;
+        let differences = compare(&saved.config, &saved.data, config, data, commit.iteration);
         let differences = allowed(differences, resume.allow_change)?;
-        check_random(resume.source.commit(), config, resume.allow_change)?;
+        check_random(commit, config, resume.allow_change)?;
         Ok(Continuation { resume, saved: Some(saved), differences })
+    }
+
+    /// What evaluations of the saved run read, if that is not `validation`: their losses are then not of one series.
+    pub(crate) fn other_validation(&self, validation: &ValidationState) -> Option<&ValidationState> {
+        let saved = self.saved.as_ref().and_then(|saved| saved.data.validation.as_ref());
+        saved.filter(|saved| *saved != validation)
+    }
+
+    /// What is taken from the checkpoint, and what may differ.
+    pub(crate) fn choices(&self) -> serde_json::Value {
+        let Resume { selection, allow_missing, allow_extra, rng_policy, allow_change, strict, .. } =
+            &self.resume;
+        let Selection { optimizer, rng, counters } = selection;
+        serde_json::json!({
+            "optimizer": optimizer, "rng": rng, "counters": counters, "rng-policy": rng_policy, "strict": strict,
+            "allow-missing": allow_missing, "allow-extra": allow_extra, "allow-change": allow_change,
+        })
     }
 
     /// What the checkpoint says of itself.
@@ -173,22 +195,22 @@ pub(crate) fn load(
     }
     prove(resume, trainer, state, streams, &own)?;
 
-    let mut notes = Vec::new();
+    let mut other_step = Vec::new();
     let mut level = Level::L0;
     if let Some(saved) = saved {
         match other_samples(differences, saved.config.batch == trainer.config().batch) {
             None => level = Level::L1,
-            Some(note) => notes.push(note),
+            Some(note) => other_step.push(note),
         }
     }
-    notes.extend(continued.note);
     if level == Level::L1 && continued.is_whole {
         level = Level::L2;
     }
     let complete = resume.selection == Selection::ALL && loaded.partial.is_empty();
-    if !complete {
-        notes.push(format!("not restored: {}", not_restored(resume.selection, &loaded.partial)));
-    }
+    other_step.extend(not_restored(resume.selection, &loaded.partial));
+    // No number of a step depends on random streams.
+    let of_streams = (!resume.selection.rng).then(|| "not restored: random streams".to_owned());
+    let notes: Vec<String> = other_step.iter().cloned().chain(continued.note).chain(of_streams).collect();
     let mut partial = loaded.partial;
     if resume.selection.counters && !resume.selection.optimizer {
         partial.push(format!("moments, fresh at step {iteration}"));
@@ -209,6 +231,7 @@ pub(crate) fn load(
         seconds: start.elapsed().as_secs_f64(),
         level,
         notes,
+        other_step,
         partial,
     })
 }
@@ -289,14 +312,12 @@ fn wants(selection: Selection, kind: StateKind) -> bool {
     }
 }
 
-fn not_restored(selection: Selection, partial: &[String]) -> String {
-    let parts = [
-        (!selection.optimizer, "optimizer"),
-        (!selection.rng, "random streams"),
-        (!selection.counters, "counters"),
-    ];
+/// What, of that which the next step depends on, was not taken.
+fn not_restored(selection: Selection, partial: &[String]) -> Option<String> {
+    let parts = [(!selection.optimizer, "optimizer"), (!selection.counters, "counters")];
     let names = parts.into_iter().filter(|(left_out, _)| *left_out).map(|(_, name)| name.to_owned());
-    names.chain(partial.iter().cloned()).collect::<Vec<_>>().join(", ")
+    let names: Vec<_> = names.chain(partial.iter().cloned()).collect();
+    (!names.is_empty()).then(|| format!("not restored: {}", names.join(", ")))
 }
 
 /// How far a resume was proved.
@@ -333,6 +354,8 @@ pub struct Resumed {
     pub level: Option<Level>,
     /// Why not more.
     pub notes: Vec<String>,
+    /// Those of the notes because of which the next step may be another one than the saved run's.
+    pub other_step: Vec<String>,
     /// Names that an allow list let pass, and that moments were left behind.
     pub partial: Vec<String>,
 }

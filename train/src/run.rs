@@ -23,6 +23,7 @@ use crate::state::{RunState, Streams};
 use crate::step::{BuildError, StepOutcome, StepSettings, Trainer};
 use ckpt::{Counters, Header, Random, Readers, RunRecord, SaveError, SaveReport, Saver, Snapshot};
 use mesh::{BatchError, GroupKind, GroupTable, ProcessGroups, Rank, Schedule, ScheduleError};
+use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -149,7 +150,7 @@ pub struct Step {
 pub struct RunEnd {
     /// Iterations done.
     pub iteration: u64,
-    /// Whether it was asked to stop before its last iteration.
+    /// Whether it was asked to stop before all was done: the last iteration, and the evaluation after it.
     pub stopped: bool,
 }
 
@@ -190,7 +191,7 @@ pub enum RunError {
     },
     /// Too many steps in a row were skipped.
     #[error(
-        "{skipped} step{} in a row, up to iteration {iteration}, had values that were not finite or out of range",
+        "{skipped} step{} in a row, up to iteration {iteration}, had values that were not finite or out of range, or no token to learn from",
         if *.skipped == 1 { "" } else { "s" }
     )]
     NotFinite {
@@ -203,12 +204,14 @@ pub enum RunError {
     #[error(transparent)]
     Observer(ObserverError),
     /// Processes were started differently.
-    #[error("rank {rank} has other settings than rank {first}, or goes on from another checkpoint")]
+    #[error("rank {rank} was started otherwise than rank {first}: {difference}")]
     Start {
         /// The first rank.
         first: Rank,
         /// The first one that differs from it.
         rank: Rank,
+        /// In what, with both values.
+        difference: String,
     },
     /// Another rank failed.
     #[error(transparent)]
@@ -301,15 +304,39 @@ pub fn run_process(
     Ok(processes::run(launch, job.timeout, stop, run_rank)?)
 }
 
-/// Ranks that are processes were each told what to train and found where to go on from by themselves.
+/// Ranks that are processes were each told what to train and found data, and where to go on from, by themselves.
 fn agree_on_start(job: &Job, groups: &ProcessGroups, context: &RankContext) -> Result<(), RunError> {
-    let from = job.run.from().map(|from| (from.commit().iteration, from.commit().fingerprint));
-    let own = serde_json::to_vec(&(job.run.config(), from)).expect("plain data");
+    let own = json!({
+        "settings": job.run.config(),
+        "data": job.run.next(),
+        "checkpoint": job.run.from().map(|from| json!({
+            "iteration": from.commit().iteration,
+            "fingerprint": from.commit().fingerprint,
+        })),
+        "loads": job.run.from().map(|from| from.choices()),
+        "save-interval": job.save.as_ref().map(|policy| policy.interval),
+    });
     let comm = context.comm_for("start", groups, GroupKind::TpDpCp);
-    let starts = comm.gather_bytes("run.start", &own)?;
-    match starts.iter().zip(groups.table().ranks()).find(|(start, _)| **start != starts[0]) {
-        Some((_, rank)) => Err(RunError::Start { first: groups.table().ranks()[0], rank: *rank }),
-        None => Ok(()),
+    let starts = comm.gather_bytes("run.start", own.to_string().as_bytes())?;
+    let ranks = groups.table().ranks();
+    let Some(other) = starts.iter().position(|start| *start != starts[0]) else { return Ok(()) };
+    let [first_start, start] =
+        [0, other].map(|rank| serde_json::from_slice(&starts[rank]).unwrap_or_default());
+    let difference = first_difference(&first_start, &start, "").unwrap_or_default();
+    Err(RunError::Start { first: ranks[0], rank: ranks[other], difference })
+}
+
+/// The first value by which `other` differs from `first`, with its path.
+fn first_difference(first: &Value, other: &Value, path: &str) -> Option<String> {
+    match (first, other) {
+        (Value::Object(first), Value::Object(other)) if first.keys().eq(other.keys()) => {
+            let of_field = |(name, first): (&String, &Value)| {
+                let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+                first_difference(first, &other[name], &path)
+            };
+            first.iter().find_map(of_field)
+        }
+        _ => (first != other).then(|| format!("{path} is {other}, not {first}")),
     }
 }
 
@@ -340,7 +367,10 @@ pub fn run_rank(
         }
         rank.save_if_due(stopped || rank.iteration == config.train_iters)?;
     }
-    Ok(RunEnd { iteration: rank.iteration, stopped: rank.iteration < config.train_iters })
+    Ok(RunEnd {
+        iteration: rank.iteration,
+        stopped: rank.iteration < config.train_iters || rank.is_evaluation_due(),
+    })
 }
 
 /// One rank's run, step by step.
@@ -528,16 +558,22 @@ impl<'a> RankRun<'a> {
     /// Computes the validation loss if it is due after this iteration and is not there yet. True if any rank is asked to stop
     /// before it is: it is computed when the run goes on.
     fn evaluate_if_due(&mut self) -> Result<bool, RunError> {
-        let Some(evaluator) = &self.evaluator else { return Ok(false) };
         let iteration = self.iteration;
-        if self.evaluated == iteration || !evaluator.is_due(iteration, self.job.run.config().train_iters) {
+        let Some(evaluator) = self.evaluator.as_ref().filter(|_| self.is_evaluation_due()) else {
             return Ok(false);
-        }
+        };
         let Some(evaluated) = evaluator.run(&mut self.trainer, self.job.stop)? else { return Ok(true) };
         self.evaluated = iteration;
         self.counters.consumed_valid_samples += evaluated.samples;
         self.tell(|| Event::Evaluated { iteration, evaluated })?;
         Ok(false)
+    }
+
+    /// Whether an evaluation is due after this iteration and not there yet.
+    fn is_evaluation_due(&self) -> bool {
+        let (iteration, train_iters) = (self.iteration, self.job.run.config().train_iters);
+        let is_due = |evaluator: &Evaluator| evaluator.is_due(iteration, train_iters);
+        self.evaluated != iteration && self.evaluator.as_ref().is_some_and(is_due)
     }
 
     /// Whether any rank was asked to stop: all of them stop after the same step.

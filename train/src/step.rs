@@ -490,7 +490,6 @@ impl Trainer {
         }
         let (loss_sum, count) = program.reduce_loss(be, comms, batch.count)?;
         let loss_sum = loss_sum as f64 / (1u64 << program.loss_bits) as f64;
-        let count = count.max(1); // a batch without valid tokens changes nothing
         let (micro_batch, lanes) =
             (config.parallel.micro_batch_size(), config.parallel.layout().batch_parallel_size());
         let samples = batch.micro_batches.len() as u64 * u64::from(micro_batch) * u64::from(lanes);
@@ -499,15 +498,17 @@ impl Trainer {
             lr: settings.lr,
             weight_decay: settings.weight_decay,
             step: settings.update,
-            count,
+            count: count.max(1),
             leaves: tokens / config.numerics.loss().0 as u64,
         };
         let reduced = program.optimizer.reduce(be, comms, &update)?;
-        let applied = reduced.in_range && reduced.norm.is_finite();
+        // An average over no token is none: such a batch changes nothing.
+        let is_defined = reduced.in_range && count > 0;
+        let applied = is_defined && reduced.norm.is_finite();
         if applied {
             program.optimizer.update(be, comms, &update, reduced.norm)?;
         }
-        let loss = if reduced.in_range { loss_sum / count as f64 } else { f64::NAN };
-        Ok(StepOutcome { loss, grad_norm: if reduced.in_range { reduced.norm } else { f64::NAN }, applied })
+        let loss = if is_defined { loss_sum / count as f64 } else { f64::NAN };
+        Ok(StepOutcome { loss, grad_norm: if is_defined { reduced.norm } else { f64::NAN }, applied })
     }
 }

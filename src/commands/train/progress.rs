@@ -319,10 +319,7 @@ fn not_expected(resumed: &Resumed, changes: &[String]) -> Vec<String> {
     if !changes.is_empty() {
         reasons.push(format!("other {} than in the checkpoint", changes.join(", ")));
     }
-    // Random streams are no reason: no number of a step depends on them.
-    if resumed.level < Some(Level::L1) {
-        reasons.extend(resumed.notes.iter().cloned());
-    }
+    reasons.extend(resumed.other_step.iter().cloned());
     reasons
 }
 
@@ -377,7 +374,7 @@ impl fmt::Display for Line {
             Line::L3(l3) => l3.fmt(f),
             Line::Step(step) => step.fmt(f),
             Line::Evaluated(EvalMetrics { step, eval_loss, eval_samples, .. }) => {
-                let loss = eval_loss.map_or_else(|| "not finite".into(), |loss| format!("{loss:.6}"));
+                let loss = eval_loss.map_or_else(|| "not defined".into(), |loss| format!("{loss:.6}"));
                 write!(f, "step {step}  validation loss {loss} of {}", count(*eval_samples, "sample"))
             }
             Line::Saved { step, folder, bytes, removed, in_use } => {

@@ -1,6 +1,6 @@
 //! What `data tokenize` writes and what it leaves alone.
 
-use super::{MODEL, command, metrics, ok, refused, text};
+use super::{MODEL, command, metrics, ok, refused, remesh, text};
 use expect_test::expect;
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -110,13 +110,15 @@ fn a_run_is_evaluated_on_the_validation_part_or_on_files_of_its_own() {
     let found = evaluations("run");
     assert_eq!(found.iter().map(|line| line["step"].as_u64().unwrap()).collect::<Vec<_>>(), [2, 3]);
     // What is evaluated is no part of what the run is: the same steps, under another layout and on other data.
-    let said = ok(
-        folder,
-        &format!(
-            "train {model} --data-path a --split 80,20 --eval-iters 1 --save more --load run --train-iters 4 --cp 2"
-        ),
-    );
+    let line = "--data-path a --split 80,20 --eval-iters 1 --save more --load run --train-iters 4 --cp 2";
+    let output = remesh(folder, &format!("train {model} {line}"));
+    let (said, notes) = (text(&output.stdout), text(&output.stderr));
     assert!(said.contains("verified L1") || said.contains("verified L2"), "{said}");
+    assert!(
+        notes.contains("validation losses from here on are not to be compared with earlier ones"),
+        "{notes}"
+    );
+    assert!(notes.contains("evaluations read 4 samples") && notes.contains("and read 8 samples"), "{notes}");
     assert_eq!(evaluations("more")[0]["eval_samples"], 4);
     ok(folder, &format!("train {model} --data-path a --valid-data-path 1 a 1 b --eval-iters 3 --save apart"));
     assert_eq!(evaluations("apart")[0]["eval_samples"], 12);
@@ -523,4 +525,22 @@ fn what_is_no_tokenizer_and_what_is_no_text_are_refused() {
     let output = command(folder, "data tokenize a.txt --eod-token </s> -o tokens").output().unwrap();
     assert!(text(&output.stderr).contains("--tokenizer"), "the end of bytes is 256");
     assert!(written(folder).iter().all(|name| name == "tokenizer.json"));
+}
+
+/// An average over no token is none, and not the best loss there is.
+#[test]
+fn a_batch_and_an_evaluation_without_a_token_that_counts_have_no_loss() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    std::fs::write(folder.join("empty.jsonl"), "{\"text\": \"\"}\n".repeat(300)).unwrap();
+    std::fs::write(folder.join("text.txt"), "A text with tokens that count. ".repeat(20)).unwrap();
+    ok(folder, "data tokenize empty.jsonl -o ends");
+    ok(folder, "data tokenize text.txt -o text");
+    let model = MODEL.replace("--data-path tokens", "--eod-mask-loss --train-iters 2");
+    let output = remesh(folder, &format!("train {model} --data-path ends --max-skipped-in-a-row 1"));
+    assert!(text(&output.stderr).contains("no token to learn from"), "{}", text(&output.stderr));
+    assert_eq!(output.status.code(), Some(1));
+    let said =
+        ok(folder, &format!("train {model} --data-path text --valid-data-path ends --eval-interval 2"));
+    assert!(said.contains("validation loss not defined"), "{said}");
 }

@@ -373,6 +373,39 @@ fn less_than_the_whole_state_is_said_and_no_level_is_claimed() {
     let said = ok(folder, &format!("train {MODEL} --train-iters 1 --load run --save tuned --finetune"));
     assert!(said.starts_with("step 0 with weights of step 4 of run: "), "{said}");
     assert!(said.contains("\nstep 1/1  "), "{said}");
+    // The shapes are the same, and the rows of the fused matrix would mean something else.
+    for (flags, difference) in [
+        ("--num-attention-heads 4", "num-attention-heads is 2 in the checkpoint but 4 here"),
+        ("--num-attention-heads 1", "num-attention-heads is 2 in the checkpoint but 1 here"),
+        ("--rotary-base 10", "rotary-base is 10000 in the checkpoint but 10 here"),
+    ] {
+        let model = MODEL.replace("--num-attention-heads 2", "");
+        let heads = if flags.contains("heads") { "" } else { "--num-attention-heads 2" };
+        let line =
+            format!("train {model} {heads} {flags} --train-iters 1 --load run --save other --finetune");
+        let said = refused(folder, &line, 2);
+        assert!(said.contains("RM3001") && said.contains(difference), "{said}");
+    }
+    ok(
+        folder,
+        &format!(
+            "train {MODEL} --rotary-base 10 --train-iters 1 --load run --finetune --allow-change rotary-base"
+        ),
+    );
+}
+
+#[test]
+fn a_run_is_not_saved_inside_a_step() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    ok(folder, &format!("train {MODEL} --train-iters 1 --save run"));
+    for flags in ["--save run/iter_0000001", "--load run/iter_0000001 --save run/iter_0000001"] {
+        let said = refused(folder, &format!("train {MODEL} --train-iters 2 {flags}"), 2);
+        assert!(said.contains("RM6003") && said.contains("is the folder of a step"), "{said}");
+    }
+    let inside =
+        std::fs::read_dir(folder.join("run/iter_0000001")).unwrap().map(|file| file.unwrap().file_name());
+    assert!(inside.into_iter().all(|name| name != "metrics.jsonl"));
 }
 
 #[test]

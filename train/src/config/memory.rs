@@ -46,12 +46,13 @@ impl TrainConfig {
         let weights = sum(&[product(&[rows, hidden]), product(&[layers, layer])]);
         let layout = self.parallel.layout();
         let (ranks, batch) = (u64::from(layout.world_size()), self.parallel.global_batch_size());
+        let evaluated = self.evaluation.map_or(0, |evaluation| evaluation.batch.global_batch_size);
         let micro_batch = batch / self.parallel.num_microbatches().max(1);
         sum(&[
             product(&[weights, REPLICATED, layout.num_weight_replicas().into()]),
             product(&[weights, MOMENTS]),
             product(&[micro_batch, self.parallel.seq_length(), hidden, 4]),
-            product(&[ranks, batch, SAMPLE]),
+            product(&[ranks, batch.max(evaluated), SAMPLE]),
             product(&[ranks, RANK]),
         ])
     }

@@ -37,7 +37,16 @@ impl Tokenizer {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(source) => return Err(TokenFileError::Io { path, source }),
         };
-        serde_json::from_slice(&text).map(Some).map_err(|source| TokenFileError::Tokenizer { path, source })
+        let tokenizer: Tokenizer = match serde_json::from_slice(&text) {
+            Ok(tokenizer) => tokenizer,
+            Err(source) => return Err(TokenFileError::Tokenizer { path, source }),
+        };
+        match tokenizer.eod {
+            Some(eod) if eod as usize >= tokenizer.vocab_size => {
+                Err(TokenFileError::EndToken { path, eod, vocab_size: tokenizer.vocab_size })
+            }
+            _ => Ok(Some(tokenizer)),
+        }
     }
 
     /// The one tokenizer of several token files; `None` if none of them says which.

@@ -51,6 +51,16 @@ pub enum TokenFileError {
         /// The cause.
         source: serde_json::Error,
     },
+    /// A tokenizer whose end token is none of its ids.
+    #[error("{} says that {eod} ends a document, but all its ids are below {vocab_size}", path.display())]
+    EndToken {
+        /// Which file.
+        path: PathBuf,
+        /// The end token.
+        eod: u32,
+        /// What all ids are below.
+        vocab_size: usize,
+    },
     /// Token files of one run whose ids do not mean the same.
     #[error("the tokens of `{}` and `{}` are of different tokenizers", one.display(), other.display())]
     Tokenizers {
@@ -107,7 +117,7 @@ impl TokenFileError {
             TokenFileError::Length { .. } => "RM1022",
             TokenFileError::TooShort { .. } => "RM1023",
             TokenFileError::Id { .. } => "RM1024",
-            TokenFileError::Tokenizer { .. } => "RM1025",
+            TokenFileError::Tokenizer { .. } | TokenFileError::EndToken { .. } => "RM1025",
             TokenFileError::Tokenizers { .. } => "RM1030",
         }
     }
@@ -124,7 +134,7 @@ impl TokenFileError {
             TokenFileError::Index { .. } | TokenFileError::Length { .. } => {
                 "write the pair anew with `remesh data tokenize`".into()
             }
-            TokenFileError::Tokenizer { .. } => {
+            TokenFileError::Tokenizer { .. } | TokenFileError::EndToken { .. } => {
                 "write it anew with `remesh data tokenize`, or remove it and give --vocab-size".into()
             }
             TokenFileError::Tokenizers { .. } => {

@@ -1,7 +1,8 @@
 //! What must match between the run that saved and the one that goes on.
 
-use crate::config::TrainConfig;
+use crate::config::{ModelConfig, TrainConfig};
 use crate::data::{Blend, Sampler, TokenFileError};
+use crate::evaluate::Evaluation;
 use crate::resume::{ALGORITHM, ResumeError};
 use ckpt::{Commit, fnv1a};
 use serde::{Deserialize, Serialize};
@@ -88,6 +89,20 @@ pub fn compare(
     rows.differences
 }
 
+/// What decides how rows and columns of weights are meant where shapes alone do not tell, and does not match: weights that are
+/// taken into another model than theirs would be scrambled without a word.
+pub(super) fn compare_meaning(saved: &ModelConfig, wanted: &ModelConfig) -> Vec<Difference> {
+    let (m, n) = (saved, wanted);
+    let mut rows = Rows::default();
+    rows.compare("num-attention-heads", &m.num_attention_heads, &n.num_attention_heads);
+    rows.compare("num-query-groups", &m.num_query_groups, &n.num_query_groups);
+    rows.compare("kv-channels", &m.kv_channels, &n.kv_channels);
+    rows.compare("activation", &m.activation, &n.activation);
+    rows.compare("norm-epsilon", &m.norm_epsilon, &n.norm_epsilon);
+    rows.compare("rotary-base", &m.rotary_base, &n.rotary_base);
+    rows.differences
+}
+
 /// Iterations that are left to be passed over.
 #[derive(PartialEq)]
 struct Left(Vec<u64>);
@@ -136,10 +151,19 @@ impl SavedRun {
     pub fn of(commit: &Commit) -> Result<Self, ResumeError> {
         let field = |field| move |source| ResumeError::Field { field, source };
         Ok(SavedRun {
-            config: serde_json::from_value(commit.run.config.clone()).map_err(field("config"))?,
+            config: SavedRun::config_of(commit)?,
             data: serde_json::from_value(commit.run.data.clone()).map_err(field("data"))?,
             scheduler: serde_json::from_value(commit.run.scheduler.clone()).map_err(field("scheduler"))?,
         })
+    }
+
+    /// Its configuration alone.
+    ///
+    /// # Errors
+    /// See [`of`](Self::of).
+    pub fn config_of(commit: &Commit) -> Result<TrainConfig, ResumeError> {
+        serde_json::from_value(commit.run.config.clone())
+            .map_err(|source| ResumeError::Field { field: "config", source })
     }
 }
 
@@ -158,6 +182,67 @@ pub struct DataState {
     pub next_batch: String,
     /// Samples of that batch.
     pub next_batch_size: u64,
+    /// What evaluations read; `None` if there are none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub validation: Option<ValidationState>,
+}
+
+/// What a checkpoint's `data` says about evaluations.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ValidationState {
+    /// Which token files, in which shares and parts: [`Blend::identity`].
+    pub files: String,
+    /// Samples of an evaluation.
+    pub num_samples: u64,
+    /// As [`DataState::next_batch`], of the first samples, 16 at most.
+    pub first_samples: String,
+}
+
+impl ValidationState {
+    /// What `evaluation` reads of `tokens` in the order of `sampler`; reads the first samples.
+    ///
+    /// # Errors
+    /// If the tokens cannot be read.
+    pub(crate) fn new(
+        config: &TrainConfig,
+        evaluation: &Evaluation,
+        tokens: &Blend,
+        sampler: &Sampler,
+    ) -> Result<Self, TokenFileError> {
+        const FIRST: usize = 16;
+        let num_samples = evaluation.num_samples(tokens, sampler);
+        let mut first = Vec::new();
+        let mut position = 0;
+        while first.len() < FIRST && position < num_samples {
+            first.extend(sampler.batch(position).iter().take(FIRST - first.len()).map(|slot| slot.sample));
+            position += sampler.batch_len(position);
+        }
+        let first_samples = hash_of_samples(config, tokens, first)?;
+        Ok(ValidationState { files: tokens.identity(), num_samples, first_samples })
+    }
+}
+
+impl fmt::Display for ValidationState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ValidationState { files, num_samples, first_samples } = self;
+        write!(f, "{num_samples} samples of index {files}, which begin with the tokens {first_samples}")
+    }
+}
+
+/// FNV-1a 64 over that of each sample, of its id and its tokens, hexadecimal.
+fn hash_of_samples(
+    config: &TrainConfig,
+    tokens: &Blend,
+    samples: impl IntoIterator<Item = u64>,
+) -> Result<String, TokenFileError> {
+    let mut hashes = Vec::new();
+    for sample in samples {
+        let ids = tokens.read_sample(sample, config.parallel.seq_length(), config.model.vocab_size)?;
+        let ids = ids.into_iter().flat_map(i32::to_le_bytes);
+        let bytes: Vec<u8> = sample.to_le_bytes().into_iter().chain(ids).collect();
+        hashes.extend(fnv1a(&bytes).to_le_bytes());
+    }
+    Ok(format!("{:016x}", fnv1a(&hashes)))
 }
 
 /// What decides which samples there are, and which tokens come next where both runs read on alike.
@@ -186,20 +271,14 @@ impl DataState {
         sampler: &Sampler,
         consumed: u64,
     ) -> Result<Self, TokenFileError> {
-        let seq_length = config.parallel.seq_length();
-        let mut hashes = Vec::new();
-        for slot in sampler.batch(consumed) {
-            let ids = tokens.read_sample(slot.sample, seq_length, config.model.vocab_size)?;
-            let sample = slot.sample.to_le_bytes().into_iter();
-            let bytes: Vec<u8> = sample.chain(ids.into_iter().flat_map(i32::to_le_bytes)).collect();
-            hashes.extend(fnv1a(&bytes).to_le_bytes());
-        }
+        let next = sampler.batch(consumed).into_iter().map(|slot| slot.sample);
         Ok(DataState {
             num_samples: sampler.num_samples(),
-            seq_length,
+            seq_length: config.parallel.seq_length(),
             files: tokens.identity(),
-            next_batch: format!("{:016x}", fnv1a(&hashes)),
+            next_batch: hash_of_samples(config, tokens, next)?,
             next_batch_size: sampler.batch_size(consumed),
+            validation: None,
         })
     }
 
@@ -245,10 +324,26 @@ pub fn next_sample(commit: &Commit, sampler: &Sampler) -> Result<u64, ResumeErro
     let counters = &commit.run.counters;
     let consumed = counters.consumed_train_samples;
     let scheduled = commit.run.scheduler.get("num_steps").and_then(serde_json::Value::as_u64).unwrap_or(0);
-    let counted = [consumed, counters.optimizer_steps, counters.tokens, commit.iteration, scheduled];
+    let counted = [
+        consumed,
+        counters.skipped_train_samples,
+        counters.consumed_valid_samples,
+        counters.optimizer_steps,
+        counters.tokens,
+        commit.iteration,
+        scheduled,
+    ];
     let refused = |found, expected| Err(ResumeError::Random { found, expected });
     if let Some(count) = counted.into_iter().find(|count| *count > COUNT_MAX) {
         return refused(format!("a count of {count}"), format!("{COUNT_MAX} at most"));
+    }
+    if counters.optimizer_steps > commit.iteration {
+        let found = format!("{} updates in {} iterations", counters.optimizer_steps, commit.iteration);
+        return refused(found, "no more updates than iterations".to_owned());
+    }
+    if (counters.optimizer_steps == 0) != (scheduled == 0) {
+        let found = format!("{} updates by {scheduled} samples", counters.optimizer_steps);
+        return refused(found, "both or neither above 0".to_owned());
     }
     if sampler.epochs_within(consumed) > u32::MAX.into() {
         return refused(

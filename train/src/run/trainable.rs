@@ -3,7 +3,7 @@
 use crate::config::{Numerics, TrainConfig};
 use crate::data::{Blend, Sampler, TokenFileError};
 use crate::evaluate::Evaluator;
-use crate::resume::{Continuation, DataState, Resume, SavedRun, next_sample};
+use crate::resume::{Continuation, DataState, Resume, SavedRun, ValidationState, next_sample};
 use crate::run::RunError;
 use mesh::{ProcessGroups, ScheduleConfig};
 
@@ -12,6 +12,8 @@ pub struct Trainable<'a> {
     config: &'a TrainConfig,
     tokens: &'a Blend,
     sampler: Sampler,
+    /// What is read next.
+    next: DataState,
     validation: Option<(&'a Blend, Sampler)>,
     from: Option<Continuation<'a>>,
 }
@@ -36,7 +38,7 @@ impl<'a> Trainable<'a> {
         let from = resume.map(|resume| Continuation::new(resume, config, &data)).transpose()?;
         // After the comparison: what differs from the checkpoint's run is what is wrong.
         config.check()?;
-        Ok(Trainable { config, tokens, sampler, validation: None, from })
+        Ok(Trainable { config, tokens, sampler, next: data, validation: None, from })
     }
 
     /// The same with data for the evaluations that the configuration asks for; without them there are none.
@@ -45,7 +47,10 @@ impl<'a> Trainable<'a> {
     /// Files without a sample.
     pub fn evaluated_on(mut self, validation: &'a Blend) -> Result<Self, RunError> {
         if let Some(evaluation) = self.config.evaluation {
-            self.validation = Some((validation, evaluation.sampler(self.config, validation)?));
+            let sampler = evaluation.sampler(self.config, validation)?;
+            let state = ValidationState::new(self.config, &evaluation, validation, &sampler)?;
+            self.next.validation = Some(state);
+            self.validation = Some((validation, sampler));
         }
         Ok(self)
     }
@@ -81,6 +86,16 @@ impl<'a> Trainable<'a> {
         changes
     }
 
+    /// That evaluations read something else than those of the run that goes on, if they do: it changes no step, but the losses are not
+    /// to be compared.
+    pub fn other_validation(&self) -> Option<String> {
+        let wanted = self.next.validation.as_ref()?;
+        let saved = self.from.as_ref()?.other_validation(wanted)?;
+        Some(format!(
+            "validation losses from here on are not to be compared with earlier ones: evaluations read {wanted}, and read {saved} before"
+        ))
+    }
+
     pub(super) fn tokens(&self) -> &'a Blend {
         self.tokens
     }
@@ -99,9 +114,15 @@ impl<'a> Trainable<'a> {
         self.from.as_ref()
     }
 
+    /// What is read next as the run starts.
+    pub(super) fn next(&self) -> &DataState {
+        &self.next
+    }
+
     /// What a checkpoint after `consumed` samples says about those that are next.
     pub(super) fn data(&self, consumed: u64) -> Result<DataState, TokenFileError> {
-        DataState::new(self.config, self.tokens, &self.sampler, consumed)
+        let data = DataState::new(self.config, self.tokens, &self.sampler, consumed)?;
+        Ok(DataState { validation: self.next.validation.clone(), ..data })
     }
 }
 
