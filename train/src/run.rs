@@ -321,8 +321,11 @@ fn agree_on_start(job: &Job, groups: &ProcessGroups, context: &RankContext) -> R
     let ranks = groups.table().ranks();
     let Some(other) = starts.iter().position(|start| *start != starts[0]) else { return Ok(()) };
     let [first_start, start] =
-        [0, other].map(|rank| serde_json::from_slice(&starts[rank]).unwrap_or_default());
-    let difference = first_difference(&first_start, &start, "").unwrap_or_default();
+        [0, other].map(|rank| serde_json::from_slice::<Value>(&starts[rank]).unwrap_or_default());
+    // What was said before what follows from it.
+    let parts = ["settings", "data", "checkpoint", "loads", "save-interval"];
+    let difference = parts.iter().find_map(|part| first_difference(&first_start[part], &start[part], part));
+    let difference = difference.unwrap_or_default();
     Err(RunError::Start { first: ranks[0], rank: ranks[other], difference })
 }
 
@@ -331,8 +334,7 @@ fn first_difference(first: &Value, other: &Value, path: &str) -> Option<String> 
     match (first, other) {
         (Value::Object(first), Value::Object(other)) if first.keys().eq(other.keys()) => {
             let of_field = |(name, first): (&String, &Value)| {
-                let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
-                first_difference(first, &other[name], &path)
+                first_difference(first, &other[name], &format!("{path}.{name}"))
             };
             first.iter().find_map(of_field)
         }
