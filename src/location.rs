@@ -40,7 +40,7 @@ impl FromStr for Location {
 
 /// A checkpoint of this program or of another one.
 pub(crate) enum Opened {
-    Native(Checkpoint),
+    Native(Box<Checkpoint>),
     Foreign(ForeignCheckpoint),
 }
 
@@ -52,7 +52,7 @@ impl Location {
     pub(crate) fn open_any(&self) -> anyhow::Result<Opened> {
         match ForeignCheckpoint::open(&self.path())? {
             Some(foreign) => Ok(Opened::Foreign(foreign)),
-            None => Ok(Opened::Native(self.open()?)),
+            None => Ok(Opened::Native(Box::new(self.open()?))),
         }
     }
 

@@ -133,7 +133,14 @@ fn ranks_that_were_started_differently_are_refused() {
         (["--valid-data-path tokens", "--valid-data-path other"], "data.validation.files is"),
         (["--save a --save-interval 1", "--save a"], "save-interval is 0, not 1"),
     ] {
-        let line = |rank: usize| format!("{RUN} --train-iters 3 {}", flags[rank]);
+        let line = |rank: usize| {
+            let run = if flags[rank].starts_with("--data-path") {
+                RUN.replace("--data-path tokens", "")
+            } else {
+                RUN.into()
+            };
+            format!("{run} --train-iters 3 {}", flags[rank])
+        };
         let start = |rank| Running::start(&mut under_torchrun(folder, &line(rank), rank as u32, 2, port));
         let outputs = [0, 1].map(start).map(Running::output);
         let said: String = outputs.iter().map(|output| text(&output.stderr)).collect();
