@@ -130,7 +130,10 @@ fn ranks_that_were_started_differently_are_refused() {
     for (flags, difference) in [
         (["--seed 0", "--seed 1"], "settings.seed is 1, not 0"),
         (["", "--data-path stale"], "data.next_batch is"),
-        (["--valid-data-path tokens", "--valid-data-path other"], "data.validation.files is"),
+        (
+            ["--eval-interval 2 --valid-data-path tokens", "--eval-interval 2 --valid-data-path other"],
+            "data.validation.files is",
+        ),
         (["--save a --save-interval 1", "--save a"], "save-interval is 0, not 1"),
     ] {
         let line = |rank: usize| {
