@@ -6,23 +6,21 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::process::ExitCode;
+use train::comm::processes::Launch;
 
-/// Variables that change what the program or its libraries do; nothing that may hold a secret.
-const VARIABLES: [&str; 14] = [
+/// Variables that change what the program or its libraries do, beside those of launchers; nothing that may hold a secret.
+const VARIABLES: [&str; 11] = [
     "CUDA_HOME",
     "CUDA_VISIBLE_DEVICES",
+    "HOME",
     "LD_LIBRARY_PATH",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
     "NCCL_DEBUG",
+    "NCCL_HOSTID",
     "NO_COLOR",
     "OMP_NUM_THREADS",
-    "RANK",
     "RUST_LOG",
     "VIRTUAL_ENV",
-    "WORLD_SIZE",
+    "XDG_CACHE_HOME",
 ];
 
 #[derive(Serialize)]
@@ -58,7 +56,7 @@ pub(crate) fn run(output: &Output) -> anyhow::Result<ExitCode> {
             .join(" "),
         cores: std::thread::available_parallelism().ok().map(Into::into),
         memory_bytes: crate::memory::of_this_process(),
-        variables: VARIABLES.into_iter().filter_map(value).collect(),
+        variables: VARIABLES.into_iter().chain(Launch::variables()).filter_map(value).collect(),
         devices: Diagnosis::found(),
     })?;
     Ok(ExitCode::SUCCESS)

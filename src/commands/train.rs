@@ -23,6 +23,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use train::comm::CommError;
 use train::comm::processes::Launch;
+use train::config::TrainConfig;
 use train::data::{Blend, Parts, Tokenizer};
 use train::resume::SavedRun;
 use train::run::{Event, Job, RunName, SavePolicy, Trainable};
@@ -68,6 +69,9 @@ pub(crate) fn run(command: TrainCommand, output: &Output) -> anyhow::Result<Exit
     let said = prepare(command, None, output)?;
     let num_ranks = said.parallel.layout().world_size();
     if num_ranks > 1 && ranks_as(&said.args.training) == RanksAs::Processes {
+        // What is no error is said by rank 0.
+        Output::said_elsewhere();
+        check_before_ranks_start(&said)?;
         return launcher::run(num_ranks, said.args.training.timeout(), &signals);
     }
     let mut damaged = Vec::new();
@@ -99,7 +103,9 @@ fn run_rank(
         Ok(end) => Ok(signals.exit_code(end)),
         Err(error) => {
             let told_by = match error.downcast_ref::<CommError>() {
-                Some(CommError::PeerFailed { rank: Rank(0), .. }) => Rank(1),
+                Some(
+                    CommError::PeerFailed { rank: Rank(0), .. } | CommError::PeerLost { rank: Rank(0), .. },
+                ) => Rank(1),
                 Some(_) => Rank(0),
                 None => launch.rank,
             };
@@ -159,6 +165,46 @@ fn of_launch(said: Said, launch: &Launch) -> Result<Said, Refusal> {
     }
 }
 
+/// What all ranks would refuse is said once, before any of them is there.
+fn check_before_ranks_start(said: &Prepared) -> anyhow::Result<()> {
+    let args = &said.args.checkpoint;
+    let start = start::find(args, None)?;
+    let continued = start.checkpoint.as_ref().filter(|_| args.selection().counters);
+    trainable(said, &start, &config(said, continued)?)?;
+    device::check(said.args.training.device.unwrap_or_default())?;
+    if let Some(save) = &args.save {
+        let iteration = continued.map_or(0, Checkpoint::step);
+        start::destination(save, iteration, &[], args.overwrite == Some(true))?;
+    }
+    Ok(())
+}
+
+/// The configuration of a run that goes on from `continued`.
+fn config(said: &Prepared, continued: Option<&Checkpoint>) -> anyhow::Result<TrainConfig> {
+    let saved = continued.map(|checkpoint| SavedRun::of(checkpoint.commit())).transpose()?;
+    let saved = saved.as_ref().map(|saved| &saved.config);
+    Ok(resolve::config(&said.args, said.parallel, said.tokenizer.as_ref(), saved)?)
+}
+
+/// A run of `config` that can be trained here, from `start` on.
+fn trainable<'a>(
+    said: &'a Prepared,
+    start: &'a Start,
+    config: &'a TrainConfig,
+) -> anyhow::Result<Trainable<'a>> {
+    memory::check(config, said.args.training.device.unwrap_or_default())?;
+    let resume = start.checkpoint.as_ref().map(|checkpoint| said.args.checkpoint.resume(checkpoint));
+    let run = Trainable::new(config, &said.tokens, resume)?;
+    match &said.validation {
+        Some(validation) => Ok(run.evaluated_on(validation)?),
+        None if config.evaluation.is_some() => {
+            let help = "say --split 969,30,1, or --valid-data-path PREFIX; --eval-iters 0 evaluates nothing";
+            Err(Refusal::new("RM6004", "there are no validation data to evaluate on", help).into())
+        }
+        None => Ok(run),
+    }
+}
+
 fn train_from(
     said: &Prepared,
     start: &Start,
@@ -169,25 +215,9 @@ fn train_from(
 ) -> anyhow::Result<End> {
     let args = &said.args.checkpoint;
     let continued = start.checkpoint.as_ref().filter(|_| args.selection().counters);
-    let saved = continued.map(|checkpoint| SavedRun::of(checkpoint.commit())).transpose()?;
-    let config = resolve::config(
-        &said.args,
-        said.parallel,
-        said.tokenizer.as_ref(),
-        saved.as_ref().map(|saved| &saved.config),
-    )?;
+    let config = config(said, continued)?;
     let device = said.args.training.device.unwrap_or_default();
-    memory::check(&config, device)?;
-    let resume = start.checkpoint.as_ref().map(|checkpoint| args.resume(checkpoint));
-    let mut run = Trainable::new(&config, &said.tokens, resume)?;
-    match &said.validation {
-        Some(validation) => run = run.evaluated_on(validation)?,
-        None if config.evaluation.is_some() => {
-            let help = "say --split 969,30,1, or --valid-data-path PREFIX; --eval-iters 0 evaluates nothing";
-            return Err(Refusal::new("RM6004", "there are no validation data to evaluate on", help).into());
-        }
-        None => {}
-    }
+    let run = trainable(said, start, &config)?;
 
     let device = match launch {
         Some(launch) => device::open_own(device, launch.local_rank)?,
@@ -328,7 +358,16 @@ impl Signals {
         match (end.stopped, end.is_saved) {
             (false, _) => ExitCode::SUCCESS,
             (true, true) => ExitCode::from(75),
-            (true, false) => ExitCode::from(128 + self.first.load(Ordering::Relaxed) as u8),
+            (true, false) => self.stopped_code(),
         }
+    }
+
+    /// That of a run that was stopped and saved nothing. Where another process of the job had the signal, it is as good as SIGTERM.
+    fn stopped_code(&self) -> ExitCode {
+        let signal = match self.first.load(Ordering::Relaxed) {
+            0 => SIGTERM,
+            signal => signal as i32,
+        };
+        ExitCode::from(128 + signal as u8)
     }
 }

@@ -147,6 +147,9 @@ codes! {
      says what was tried."
     "RM3207" 2 "processes were started differently"
     "Each rank that is a process reads flags and files and finds its checkpoint by itself; all must come to the same."
+    "RM3208" 5 "a rank's process is gone"
+    "It was ended from outside, as the system does where memory is short, its machine is gone, or the network between them. It is safe \
+     to run again: the run goes on from the last save. Where it happens again, the log of the rank's machine says why."
 
     "RM4001" 6 "a pickle names what runs code"
     "Nothing was executed. Such a name stands in no checkpoint that torch's own functions write: do not load the file with other \
@@ -259,7 +262,7 @@ codes! {
     "RM9001" 70 "ranks disagree about the program"
     "A fault of the program; please report it."
     "RM9002" 101 "a rank panicked"
-    "A fault of the program; please report it with the message."
+    "Or a signal ended its process that stands for a crash. A fault of the program; please report it with the message."
     "RM9003" 70 "ranks wait for each other"
     "They issued different collectives, or wait in a circle. A fault of the program; please report it with the message."
     "RM9004" 70 "the system gives no random numbers"

@@ -174,9 +174,9 @@ fn a_killed_rank_ends_the_others_and_is_named() {
     signal("KILL", killed);
     let output = launcher.output();
     let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(70), "{said}");
-    assert!(said.contains("was ended by signal 9"), "{said}");
-    assert!(said.contains("failed: its process ended, or cannot be reached any more"), "{said}");
+    assert_eq!(output.status.code(), Some(5), "running again helps: {said}");
+    assert!(said.contains("RM3208"), "{said}");
+    assert!(said.contains("failed: its process was ended by signal 9"), "{said}");
     wait_until("a rank lives on", || ranks.iter().all(|rank| !Path::new(&format!("/proc/{rank}")).exists()));
     // What was saved is whole, and ranks of any kind go on from it.
     ok(folder, "verify killed");
@@ -197,7 +197,34 @@ fn rank_1_tells_that_rank_0_is_gone() {
     let output = second.output();
     let said = text(&output.stderr);
     assert!(said.contains("rank 0 failed: the process that the job meets at"), "{said}");
-    assert_eq!(output.status.code(), Some(70), "{said}");
+    assert_eq!(output.status.code(), Some(5), "{said}");
+}
+
+#[test]
+fn what_all_ranks_would_refuse_is_said_once_and_before_any_of_them_is_there() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    for (flags, code) in [("--train-iters 2 --load missing", 3), ("--train-iters 2 --eval-interval 1", 2)] {
+        let output = command(folder, &format!("{RUN} {FOUR} --ranks-as processes {flags}")).output().unwrap();
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{said}");
+        assert_eq!(said.matches("Error: RM").count(), 1, "{said}");
+    }
+}
+
+#[test]
+fn a_signal_to_the_launcher_ends_a_run_that_saves_nothing_by_its_number() {
+    let folder = with_tokens();
+    let folder = folder.path();
+    for (name, code) in [("TERM", 143), ("INT", 130)] {
+        let line = format!("{RUN} {FOUR} --ranks-as processes --train-iters 100000 --log-dir {name}");
+        let launcher = Running::start(&mut command(folder, &line));
+        let log = folder.join(name).join("metrics.jsonl");
+        wait_until("no step was made", || log.exists());
+        signal(name, launcher.id());
+        let output = launcher.output();
+        assert_eq!(output.status.code(), Some(code), "{}", text(&output.stderr));
+    }
 }
 
 #[test]

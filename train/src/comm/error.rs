@@ -17,6 +17,14 @@ pub enum CommError {
         /// Its reason.
         why: String,
     },
+    /// A rank is gone without having told why.
+    #[error("rank {rank} failed: {why}")]
+    PeerLost {
+        /// The first rank that is gone.
+        rank: Rank,
+        /// How that was seen.
+        why: String,
+    },
     /// Members issued different operations.
     #[error(transparent)]
     Desync(Box<Desync>),
@@ -62,6 +70,7 @@ impl CommError {
         match self {
             CommError::PeerFailed { .. } => "RM3200",
             CommError::TimedOut { .. } => "RM3204",
+            CommError::PeerLost { .. } => "RM3208",
             CommError::NoNccl => "RM8005",
             CommError::Backend(error) => error.code(),
             CommError::Desync(_) | CommError::Deadlock { .. } => "RM9003",
@@ -72,6 +81,9 @@ impl CommError {
     pub fn help(&self) -> &'static str {
         match self {
             CommError::PeerFailed { .. } => "the first cause is the other rank's",
+            CommError::PeerLost { .. } => {
+                "run again: it goes on from the last save; the system's log says whether memory was short"
+            }
             CommError::TimedOut { .. } => {
                 "a rank was too busy, or its disk too slow; run again, with a longer --distributed-timeout-minutes"
             }

@@ -2,6 +2,22 @@
 //!
 //! The place to meet is a hub, which keeps the same board as a world of threads does and lets each rank's process use it over TCP.
 //! What ranks agree on goes through it, and on CPU their data, too: that is for launching and testing, threads are quicker.
+//!
+//! A rank's process comes to the hub in this order, and each connection greets (`Hello`) and joins (`Join`) in one go:
+//!
+//! 1. its own thread: tried until the hub answers, then waits in `Join` until all ranks have come;
+//! 2. its pulse, only then: beats for as long as the process runs, takes announcements along, and hears of a failure or a wish to
+//!    stop even while the rank computes;
+//! 3. one for each thread that it forks, such as one that saves.
+//!
+//! Any connection that ends without `End` is a rank that is gone, and ends the job. Four limits of time hold:
+//!
+//! | limit | who waits | for what |
+//! |---|---|---|
+//! | the job's `timeout` | rank, hub | the hub to be there; all ranks to join; the others in an operation; the next beat of a pulse |
+//! | `hub::GRACE` | hub | a connection to greet and join; ranks of a failed job to leave |
+//! | `remote::PATIENCE` | rank | an answer to its greeting; beyond `timeout`, the hub's own word on who is late |
+//! | `remote::PULSE` | hub | nothing longer than this lies unsent: it is the time between two beats |
 
 mod hub;
 mod launch;
@@ -13,9 +29,10 @@ mod wire;
 pub use hub::Hub;
 pub use launch::{Launch, LaunchError};
 
+use super::CommError;
 use super::board::{Board, ThreadId};
 use super::threads::{RankContext, RankFailure, Reason, WorldError, outcome_of};
-use remote::RemoteBoard;
+use remote::{NotJoined, RemoteBoard};
 use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -36,10 +53,21 @@ pub fn run<R, E: Display>(
 ) -> Result<R, WorldError<E>> {
     let rank = launch.rank;
     let failed = |rank, reason| WorldError { first: RankFailure { rank, reason }, followers: Vec::new() };
-    let not_joined = |error: LaunchError| failed(rank, Reason::NotJoined(error));
-    let hub = launch.serve(timeout).map_err(not_joined)?;
-    let board = RemoteBoard::join(launch, timeout, Arc::clone(stop)).map_err(not_joined)?;
-    let board: Arc<dyn Board> = Arc::new(board);
+    let hub = launch.serve(timeout).map_err(|error| failed(rank, Reason::NotJoined(error)))?;
+    let board: Arc<dyn Board> = match RemoteBoard::join(launch, timeout, Arc::clone(stop)) {
+        Ok(board) => Arc::new(board),
+        Err(error) => {
+            let error = match error {
+                NotJoined::Refused(error) => failed(rank, Reason::NotJoined(error)),
+                NotJoined::HasFailed { rank, error } => failed(rank, Reason::Elsewhere(error)),
+            };
+            if let Some(hub) = hub {
+                hub.fail(rank, CommError::PeerFailed { rank, why: error.first.reason.to_string() });
+                hub.finish();
+            }
+            return Err(error);
+        }
+    };
     let outcome = outcome_of(RankContext::new(&board, rank, ThreadId(0)), program);
     let result = match (outcome, board.first_cause()) {
         (Ok(result), None) => Ok(result),

@@ -293,9 +293,10 @@ impl<E: Display> Display for Reason<E> {
             Reason::NotStarted(reason) => write!(f, "no thread could be started: {reason}"),
             Reason::NotJoined(error) => error.fmt(f),
             // The rank is named beside the reason.
-            Reason::Silent(CommError::PeerFailed { why, .. })
-            | Reason::Elsewhere(CommError::PeerFailed { why, .. }) => why.fmt(f),
-            Reason::Silent(error) | Reason::Elsewhere(error) => error.fmt(f),
+            Reason::Silent(error) | Reason::Elsewhere(error) => match error {
+                CommError::PeerFailed { why, .. } | CommError::PeerLost { why, .. } => why.fmt(f),
+                error => error.fmt(f),
+            },
         }
     }
 }

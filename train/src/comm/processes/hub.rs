@@ -6,6 +6,7 @@ use crate::comm::board::{Board, GroupIndex, ThreadId};
 use crate::comm::error::list;
 use crate::comm::threads::{LocalBoard, WorldOptions};
 use mesh::Rank;
+use std::collections::BTreeSet;
 use std::io::{self, BufReader, BufWriter, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -14,8 +15,8 @@ use std::time::{Duration, Instant};
 
 /// How often it looks for new connections, and for ranks that are late.
 const INTERVAL: Duration = Duration::from_millis(20);
-/// How long ranks of a job that has failed may take to hear of it.
-const GRACE: Duration = Duration::from_secs(5);
+/// How long ranks of a job that has failed may take to hear of it, and whoever connects to say who it is.
+pub(super) const GRACE: Duration = Duration::from_secs(5);
 
 /// What both sides must be to understand each other.
 pub(super) const PROGRAM: &str = concat!("remesh ", env!("CARGO_PKG_VERSION"));
@@ -81,6 +82,11 @@ impl Hub {
         self.shared.lock().is_asked_to_stop = true;
     }
 
+    /// Ends the job because a rank's process has ended, unless it has failed before: one that had not joined cannot tell.
+    pub fn fail(&self, rank: Rank, error: CommError) {
+        self.shared.board.fail_with(rank, error);
+    }
+
     /// Why the job failed, and the rank that failed or found it.
     pub fn first_cause(&self) -> Option<(Rank, CommError)> {
         self.shared.board.first_cause()
@@ -114,19 +120,28 @@ impl Shared {
         self.changed.wait_timeout(guests, at_most).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Counts a rank in and waits until all have come.
-    fn meet(&self, rank: Rank, num_ranks: u32) -> Result<(), String> {
+    /// Whether a rank may take this place; its own is counted as taken from then on.
+    fn admit(&self, rank: Rank, num_ranks: u32, place: Place) -> Result<(), String> {
         let of_job = self.board.num_ranks();
         if num_ranks != of_job {
             return Err(format!("rank {rank} is of {num_ranks} ranks, the job has {of_job}"));
         }
         let mut guests = self.lock();
-        match guests.has_joined.get_mut(rank.index()) {
-            None => return Err(format!("there is no rank {rank} among {num_ranks}")),
-            Some(true) => return Err(format!("rank {rank} has joined already")),
-            Some(has_joined) => *has_joined = true,
+        let Some(has_joined) = guests.has_joined.get_mut(rank.index()) else {
+            return Err(format!("there is no rank {rank} among {num_ranks}"));
+        };
+        match (place, *has_joined) {
+            (Place::Rank, true) => return Err(format!("rank {rank} has joined already")),
+            (Place::Fork | Place::Pulse, false) => return Err(format!("rank {rank} has not joined yet")),
+            _ => *has_joined = true,
         }
         self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Waits until all ranks have come, or the job has failed.
+    fn meet(&self) -> Result<(), String> {
+        let mut guests = self.lock();
         let (started, limit) = (Instant::now(), self.board.timeout());
         loop {
             let missing = guests.has_joined.iter().zip(0..).filter(|(has_joined, _)| !**has_joined);
@@ -134,11 +149,12 @@ impl Shared {
             if missing.is_empty() {
                 return Ok(());
             }
-            self.board.check().map_err(|error| error.to_string())?;
+            if self.board.check().is_err() {
+                return Ok(());
+            }
             if started.elapsed() > limit {
                 let why = format!("did not join within {limit:?}; missing: {}", list(&missing));
-                self.board
-                    .fail_with(missing[0], CommError::PeerFailed { rank: missing[0], why: why.clone() });
+                self.board.fail_with(missing[0], CommError::PeerLost { rank: missing[0], why: why.clone() });
                 return Err(format!("rank {} {why}", missing[0]));
             }
             guests = self.wait(guests, INTERVAL);
@@ -197,12 +213,21 @@ struct Guest<'a> {
 impl Drop for Guest<'_> {
     fn drop(&mut self) {
         if !self.has_ended {
-            self.board.fail(self.rank, &"its process ended, or cannot be reached any more");
+            let why = "its process ended, or cannot be reached any more".to_owned();
+            self.board.fail_with(self.rank, CommError::PeerLost { rank: self.rank, why });
         }
         if let Some(thread) = self.thread {
             self.board.end_thread(thread);
         }
     }
+}
+
+/// A group as a connection has named it.
+struct Named {
+    group: GroupIndex,
+    position: usize,
+    /// Operations that it has posted and not collected.
+    open: BTreeSet<u64>,
 }
 
 impl<'a> Connection<'a> {
@@ -241,10 +266,13 @@ impl<'a> Connection<'a> {
         let board = &*shared.board;
         let limit = (place == Place::Pulse).then(|| board.timeout());
         self.writer.get_ref().set_read_timeout(limit)?;
-        if place == Place::Rank
-            && let Err(why) = shared.meet(rank, num_ranks)
-        {
+        let admitted = shared.admit(rank, num_ranks, place);
+        let met = admitted.and_then(|()| if place == Place::Rank { shared.meet() } else { Ok(()) });
+        if let Err(why) = met {
             return self.refuse(why);
+        }
+        if place != Place::Pulse && board.check().is_err() {
+            return self.tell(board);
         }
         let thread = match place {
             Place::Rank => Some(ThreadId(rank.index())),
@@ -256,28 +284,51 @@ impl<'a> Connection<'a> {
         self.act_for(&mut guest)
     }
 
-    /// Does what the rank asks until it ends.
+    /// Does what the rank asks until it ends. What no rank of ours asks for ends the job in its name.
     fn act_for(&mut self, guest: &mut Guest) -> io::Result<()> {
         let (board, rank) = (guest.board, guest.rank);
-        let thread = guest.thread.unwrap_or(ThreadId(rank.index()));
-        let mut groups: Vec<GroupIndex> = Vec::new();
-        let unknown = || io::Error::other("a group that was not named");
+        let mut groups: Vec<Named> = Vec::new();
+        let wrong = |why: String| board.fail_with(rank, CommError::PeerFailed { rank, why });
+        let unnamed = |group: usize| wrong(format!("spoke of a group {group} that it had not named"));
         loop {
             // That the job has failed is told where an answer is expected.
             match wire::read(&mut self.reader)? {
-                Request::Group { membership } => groups.push(board.group(thread, &membership)),
-                Request::Post { group, position, signature, len } => {
-                    let group = *groups.get(group).ok_or_else(unknown)?;
+                Request::Group { membership } => match board.group_of(rank, &membership) {
+                    Ok(group) => {
+                        groups.push(Named { group, position: membership.position, open: BTreeSet::new() });
+                    }
+                    Err(why) => wrong(why),
+                },
+                Request::Post { group, signature, len } => {
                     let payload = wire::read_payload(&mut self.reader, len)?;
-                    let _ = board.post(thread, group, position, signature, payload);
+                    match (guest.thread, groups.get_mut(group)) {
+                        (Some(thread), Some(Named { group, position, open })) => {
+                            open.extend(board.post(thread, *group, *position, signature, payload));
+                        }
+                        _ => unnamed(group),
+                    }
                 }
-                Request::Announce { group, position, signature } => {
-                    let group = *groups.get(group).ok_or_else(unknown)?;
-                    let _ = board.announce(thread, group, position, signature);
-                }
+                Request::Announce { group, signature } => match (guest.thread, groups.get(group)) {
+                    (Some(thread), Some(Named { group, position, .. })) => {
+                        // A job that has failed hears of it elsewhere.
+                        let _ = board.announce(thread, *group, *position, signature);
+                    }
+                    _ => unnamed(group),
+                },
                 Request::Collect { group, sequence } => {
-                    let group = *groups.get(group).ok_or_else(unknown)?;
-                    let Ok(whole) = board.collect(thread, group, sequence) else {
+                    let whole = match (guest.thread, groups.get_mut(group)) {
+                        (Some(thread), Some(Named { group, open, .. })) if open.contains(&sequence) => {
+                            open.remove(&sequence);
+                            board.collect(thread, *group, sequence).ok()
+                        }
+                        _ => {
+                            wrong(format!(
+                                "asked for operation {sequence} of group {group} without its part"
+                            ));
+                            None
+                        }
+                    };
+                    let Some(whole) = whole else {
                         self.tell(board)?;
                         continue;
                     };
@@ -294,7 +345,9 @@ impl<'a> Connection<'a> {
                     guest.has_ended = true;
                     return Ok(());
                 }
-                Request::Hello { .. } | Request::Join { .. } => return Err(io::Error::other("said twice")),
+                Request::Hello { .. } | Request::Join { .. } => {
+                    wrong("greeted or joined twice on one connection".to_owned());
+                }
             }
         }
     }

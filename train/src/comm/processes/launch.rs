@@ -19,8 +19,8 @@ pub struct Launch {
     pub rank: Rank,
     /// Ranks of the job.
     pub num_ranks: u32,
-    /// Its number among those of its machine.
-    pub local_rank: u32,
+    /// Its number among those of its machine, where that is known.
+    pub local_rank: Option<u32>,
     /// The machine that ranks meet at.
     pub(super) host: String,
     /// Where to look for the hub there, in this order.
@@ -109,38 +109,62 @@ impl LaunchError {
     }
 }
 
-/// Names of one launcher: rank, ranks of the job, rank on the machine, ranks on the machine.
+/// Names of one launcher: what it is known by, rank, ranks of the job, rank on the machine, ranks on the machine.
 struct Names {
+    mark: &'static str,
     rank: &'static str,
     num_ranks: &'static str,
     local_rank: &'static str,
     num_local: &'static str,
 }
 
-/// In the order in which they are asked. The rank names of Slurm alone do not count, since a batch script has them, too.
-const LAUNCHERS: [Names; 4] = [
-    Names { rank: "RANK", num_ranks: "WORLD_SIZE", local_rank: "LOCAL_RANK", num_local: "LOCAL_WORLD_SIZE" },
+const HYDRA: Names = Names {
+    mark: "MPI_LOCALRANKID",
+    rank: "PMI_RANK",
+    num_ranks: "PMI_SIZE",
+    local_rank: "MPI_LOCALRANKID",
+    num_local: "MPI_LOCALNRANKS",
+};
+
+/// In the order in which they are asked. MPI's come before Slurm's: inside a Slurm job Slurm starts MPI's daemons, and these the ranks.
+/// `srun` itself may speak PMI, too, without a number on the machine. The rank names of Slurm alone do not count, since a batch script
+/// has them, too.
+const LAUNCHERS: [Names; 5] = [
     Names {
-        rank: "SLURM_PROCID",
-        num_ranks: "SLURM_STEP_NUM_TASKS",
-        local_rank: "SLURM_LOCALID",
-        num_local: "",
+        mark: "WORLD_SIZE",
+        rank: "RANK",
+        num_ranks: "WORLD_SIZE",
+        local_rank: "LOCAL_RANK",
+        num_local: "LOCAL_WORLD_SIZE",
     },
     Names {
+        mark: "OMPI_COMM_WORLD_SIZE",
         rank: "OMPI_COMM_WORLD_RANK",
         num_ranks: "OMPI_COMM_WORLD_SIZE",
         local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
         num_local: "OMPI_COMM_WORLD_LOCAL_SIZE",
     },
-    Names {
-        rank: "PMI_RANK",
-        num_ranks: "PMI_SIZE",
-        local_rank: "MPI_LOCALRANKID",
-        num_local: "MPI_LOCALNRANKS",
-    },
+    HYDRA,
+    Names { mark: SLURM, rank: "SLURM_PROCID", num_ranks: SLURM, local_rank: "SLURM_LOCALID", num_local: "" },
+    Names { mark: "PMI_SIZE", ..HYDRA },
 ];
 
-/// The hub of `remesh train`'s own launcher, as `HOST:PORT`.
+/// The size of a step that `srun` has started.
+const SLURM: &str = "SLURM_STEP_NUM_TASKS";
+
+/// What else is asked for.
+const MEETING: [&str; 8] = [
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NODELIST",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NODELIST",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+];
+
+/// The hub of `remesh train`'s own launcher, as `HOST:PORT/WORD`, with a word that only its ranks know.
 const OWN_HUB: &str = "REMESH_RDZV";
 
 impl Launch {
@@ -156,18 +180,30 @@ impl Launch {
             let expected = "a number".to_owned();
             value.trim().parse().map(Some).map_err(|_| LaunchError::Value { name, value, expected })
         };
-        for Names { rank, num_ranks, local_rank, num_local } in LAUNCHERS {
-            let Some(size) = number(num_ranks)?.filter(|size| *size > 1) else { continue };
-            let own = number(rank)?.ok_or(LaunchError::Lacks { said: num_ranks, lacks: rank })?;
-            if own >= size {
+        for Names { mark, rank, num_ranks, local_rank, num_local } in LAUNCHERS {
+            let (Some(_), Some(size)) = (get(mark), number(num_ranks)?) else { continue };
+            if size == 0 {
+                let (value, expected) = ("0".to_owned(), "at least 1".to_owned());
+                return Err(LaunchError::Value { name: num_ranks, value, expected });
+            }
+            let own = number(rank)?;
+            if let Some(own) = own.filter(|own| *own >= size) {
                 let expected = format!("below the {size} of `{num_ranks}`");
                 return Err(LaunchError::Value { name: rank, value: own.to_string(), expected });
             }
-            let is_one_machine = number(num_local)? == Some(size);
+            if size == 1 {
+                continue;
+            }
+            let own = own.ok_or(LaunchError::Lacks { said: num_ranks, lacks: rank })?;
+            let num_local = number(num_local)?;
+            let is_one_machine = num_local == Some(size);
+            // Who has a machine alone is its first.
+            let known =
+                if is_one_machine { Some(own) } else { num_local.filter(|ranks| *ranks == 1).map(|_| 0) };
             let mut launch = Launch {
                 rank: Rank(own),
                 num_ranks: size,
-                local_rank: number(local_rank)?.unwrap_or(0),
+                local_rank: number(local_rank)?.or(known),
                 host: String::new(),
                 ports: Vec::new(),
                 job: String::new(),
@@ -179,16 +215,31 @@ impl Launch {
         Ok(None)
     }
 
-    /// What [`Launch::from_environment`] understands, for one of `num_ranks` processes on this machine that meet at `hub`.
-    pub fn environment(rank: u32, num_ranks: u32, hub: SocketAddr) -> [(&'static str, String); 5] {
-        let [Names { rank: own, num_ranks: all, local_rank, num_local }, ..] = LAUNCHERS;
+    /// The variables that [`Launch::from_environment`] asks for, but for `remesh train`'s own.
+    pub fn variables() -> impl Iterator<Item = &'static str> {
+        let of_launchers = LAUNCHERS.into_iter().flat_map(|names| {
+            let Names { mark, rank, num_ranks, local_rank, num_local } = names;
+            [mark, rank, num_ranks, local_rank, num_local]
+        });
+        of_launchers.chain(MEETING).filter(|name| !name.is_empty())
+    }
+
+    /// What [`Launch::from_environment`] understands, for one of `num_ranks` processes on this machine. They meet at the hub at
+    /// `address` of the job `address/word`.
+    pub fn environment(
+        rank: u32,
+        num_ranks: u32,
+        address: SocketAddr,
+        word: &str,
+    ) -> [(&'static str, String); 5] {
+        let [Names { rank: own, num_ranks: all, local_rank, num_local, .. }, ..] = LAUNCHERS;
         let (rank, num_ranks) = (rank.to_string(), num_ranks.to_string());
         [
             (own, rank.clone()),
             (all, num_ranks.clone()),
             (local_rank, rank),
             (num_local, num_ranks),
-            (OWN_HUB, hub.to_string()),
+            (OWN_HUB, format!("{address}/{word}")),
         ]
     }
 
@@ -210,15 +261,19 @@ impl Launch {
             value.trim().parse().ok().filter(|port| *port > 0).ok_or_else(wrong)
         };
         if let Some(hub) = get(OWN_HUB) {
-            let (host, of_hub) = hub.rsplit_once(':').unwrap_or((&hub, ""));
+            let (address, _) = hub.split_once('/').unwrap_or((&hub, ""));
+            let (host, of_hub) = address.rsplit_once(':').unwrap_or((address, ""));
             (self.host, self.ports) = (host.to_owned(), vec![port(OWN_HUB, of_hub)?]);
             (self.job, self.serves) = (hub.clone(), false);
             return Ok(());
         }
         let slurm_job = get("SLURM_JOB_ID");
+        // A step of Slurm's that runs MPI's daemons is not the job's.
+        let is_step = said == SLURM;
+        let of_step = |name| is_step.then(|| get(name)).flatten();
         let host = get("MASTER_ADDR")
-            .or_else(|| first_host(&get("SLURM_STEP_NODELIST").or_else(|| get("SLURM_JOB_NODELIST"))?))
-            .or_else(|| is_one_machine.then(|| "127.0.0.1".to_owned()));
+            .or_else(|| is_one_machine.then(|| "127.0.0.1".to_owned()))
+            .or_else(|| first_host(&of_step("SLURM_STEP_NODELIST").or_else(|| get("SLURM_JOB_NODELIST"))?));
         self.host = host.ok_or(LaunchError::Lacks { said, lacks: "MASTER_ADDR" })?;
         let first = match (get("MASTER_PORT"), &slurm_job) {
             (Some(said), _) => port("MASTER_PORT", &said)?,
@@ -237,7 +292,7 @@ impl Launch {
             Some(_) => (1..=NUM_PORTS).filter_map(|offset| first.checked_add(offset)).collect(),
             None => vec![first],
         };
-        let of_job = [run, get("TORCHELASTIC_RESTART_COUNT"), slurm_job, get("SLURM_STEP_ID")];
+        let of_job = [run, get("TORCHELASTIC_RESTART_COUNT"), slurm_job, of_step("SLURM_STEP_ID")];
         self.job = of_job
             .into_iter()
             .flatten()
@@ -308,12 +363,17 @@ mod tests {
 
     fn launch(environment: &[(&str, &str)]) -> Result<Option<Launch>, LaunchError> {
         Launch::from_environment(|name| {
+            assert!(
+                ["", OWN_HUB].contains(&name) || Launch::variables().any(|known| known == name),
+                "{name} is asked for"
+            );
             let said = environment.iter().find(|(said, _)| *said == name);
             said.map(|(_, value)| (*value).to_owned())
         })
     }
 
-    fn place(launch: &Launch) -> (u32, u32, u32, &str, u16, usize, bool) {
+    /// Rank, ranks, number on the machine, where the job meets, and whether the hub is this process's.
+    fn place(launch: &Launch) -> (u32, u32, Option<u32>, &str, u16, usize, bool) {
         let Launch { rank, num_ranks, local_rank, host, ports, serves, .. } = launch;
         (rank.0, *num_ranks, *local_rank, host, ports[0], ports.len(), *serves)
     }
@@ -323,12 +383,12 @@ mod tests {
         let kubernetes =
             [("RANK", "0"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "job-0"), ("MASTER_PORT", "23456")];
         let found = launch(&kubernetes).unwrap().unwrap();
-        assert_eq!(place(&found), (0, 4, 0, "job-0", 23456, 1, true));
+        assert_eq!(place(&found), (0, 4, None, "job-0", 23456, 1, true));
 
         let torchrun =
             [&kubernetes[1..], &[("RANK", "3"), ("LOCAL_RANK", "1"), ("TORCHELASTIC_RUN_ID", "x")]].concat();
         let found = launch(&torchrun).unwrap().unwrap();
-        assert_eq!(place(&found), (3, 4, 1, "job-0", 23457, 16, false), "its agent listens on 23456");
+        assert_eq!(place(&found), (3, 4, Some(1), "job-0", 23457, 16, false), "its agent listens on 23456");
 
         let srun = [
             ("SLURM_PROCID", "5"),
@@ -339,7 +399,7 @@ mod tests {
         ];
         let found = launch(&srun).unwrap().unwrap();
         let (port, _) = (found.ports[0], assert!((20_000..30_000).contains(&found.ports[0])));
-        assert_eq!(place(&found), (5, 8, 1, "gpu003", port, 1, false));
+        assert_eq!(place(&found), (5, 8, Some(1), "gpu003", port, 1, false));
 
         let mpi = [
             ("OMPI_COMM_WORLD_RANK", "1"),
@@ -347,13 +407,47 @@ mod tests {
             ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
             ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
         ];
-        assert_eq!(place(&launch(&mpi).unwrap().unwrap()), (1, 2, 1, "127.0.0.1", 29500, 1, false));
+        assert_eq!(place(&launch(&mpi).unwrap().unwrap()), (1, 2, Some(1), "127.0.0.1", 29500, 1, false));
         let elsewhere = [&mpi[..3], &[("OMPI_COMM_WORLD_LOCAL_SIZE", "1")]].concat();
         let lacks = LaunchError::Lacks { said: "OMPI_COMM_WORLD_SIZE", lacks: "MASTER_ADDR" };
         assert_eq!(launch(&elsewhere), Err(lacks));
 
-        let own = [&kubernetes[..2], &[("LOCAL_RANK", "0"), ("REMESH_RDZV", "127.0.0.1:41234")]].concat();
-        assert_eq!(place(&launch(&own).unwrap().unwrap()), (0, 4, 0, "127.0.0.1", 41234, 1, false));
+        let own =
+            [&kubernetes[..2], &[("LOCAL_RANK", "0"), ("REMESH_RDZV", "127.0.0.1:41234/word")]].concat();
+        assert_eq!(place(&launch(&own).unwrap().unwrap()), (0, 4, Some(0), "127.0.0.1", 41234, 1, false));
+    }
+
+    #[test]
+    fn inside_a_slurm_job_the_launcher_is_who_started_the_ranks() {
+        // The daemon of the second node, in a step of the nodes after the first.
+        let daemon = [
+            ("SLURM_PROCID", "0"),
+            ("SLURM_STEP_NUM_TASKS", "3"),
+            ("SLURM_LOCALID", "0"),
+            ("SLURM_STEP_NODELIST", "gpu[2-4]"),
+            ("SLURM_JOB_NODELIST", "gpu[1-4]"),
+            ("SLURM_JOB_ID", "1234567"),
+            ("SLURM_STEP_ID", "0"),
+        ];
+        let open_mpi = [
+            ("OMPI_COMM_WORLD_RANK", "9"),
+            ("OMPI_COMM_WORLD_SIZE", "32"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "8"),
+        ];
+        let hydra =
+            [("PMI_RANK", "9"), ("PMI_SIZE", "32"), ("MPI_LOCALRANKID", "1"), ("MPI_LOCALNRANKS", "8")];
+        for ranks in [&open_mpi, &hydra] {
+            let found = launch(&[&daemon[..], &ranks[..]].concat()).unwrap().unwrap();
+            assert_eq!((found.rank, found.num_ranks, found.local_rank), (Rank(9), 32, Some(1)));
+            let on_first_node = launch(&[&daemon[4..6], &ranks[..]].concat()).unwrap().unwrap();
+            assert_eq!(found, on_first_node);
+            assert_eq!(found.host, "gpu1");
+        }
+        // `srun --mpi=pmi2`
+        let srun = [&daemon[..], &[("PMI_RANK", "0"), ("PMI_SIZE", "3")]].concat();
+        let found = launch(&srun).unwrap().unwrap();
+        assert_eq!((found.num_ranks, found.local_rank, found.host.as_str()), (3, Some(0), "gpu2"));
     }
 
     #[test]
@@ -370,6 +464,14 @@ mod tests {
         assert_eq!(
             said(&[("WORLD_SIZE", "2"), ("RANK", "2"), ("MASTER_ADDR", "a")]),
             "the environment's `RANK` is `2`, not below the 2 of `WORLD_SIZE`"
+        );
+        assert_eq!(
+            said(&[("WORLD_SIZE", "0"), ("RANK", "0")]),
+            "the environment's `WORLD_SIZE` is `0`, not at least 1"
+        );
+        assert_eq!(
+            said(&[("WORLD_SIZE", "1"), ("RANK", "1")]),
+            "the environment's `RANK` is `1`, not below the 1 of `WORLD_SIZE`"
         );
         assert_eq!(said(&[("WORLD_SIZE", "two")]), "the environment's `WORLD_SIZE` is `two`, not a number");
         let port = [("WORLD_SIZE", "2"), ("RANK", "1"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "0")];

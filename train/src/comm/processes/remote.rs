@@ -39,6 +39,15 @@ struct Shared {
     stop: Arc<AtomicBool>,
 }
 
+/// Why a rank is not among the others.
+#[derive(Debug)]
+pub(super) enum NotJoined {
+    /// It did not find them, or may not be.
+    Refused(LaunchError),
+    /// The job failed before all had come; the first cause.
+    HasFailed { rank: Rank, error: CommError },
+}
+
 #[derive(Debug)]
 struct Connection {
     stream: TcpStream,
@@ -74,7 +83,7 @@ impl Connection {
     }
 
     /// Takes a place; for a rank's own, when all ranks have come.
-    fn join(&self, launch: &Launch, place: Place, timeout: Duration) -> io::Result<Result<(), String>> {
+    fn join(&self, launch: &Launch, place: Place, timeout: Duration) -> io::Result<Result<(), NotJoined>> {
         // The hub itself gives up after the time-out, and says why.
         self.stream.set_read_timeout(Some(timeout + PATIENCE))?;
         let join = Request::Join { rank: launch.rank, num_ranks: launch.num_ranks, place };
@@ -83,8 +92,9 @@ impl Connection {
         self.stream.set_read_timeout(limit)?;
         Ok(match reply {
             Reply::Joined => Ok(()),
-            Reply::Refused { why } => Err(why),
-            other => Err(format!("the answer was {other:?}")),
+            Reply::Refused { why } => Err(NotJoined::Refused(LaunchError::Refused { why })),
+            Reply::Failed { rank, error } => Err(NotJoined::HasFailed { rank, error }),
+            other => return Err(unexpected(&other)),
         })
     }
 
@@ -109,18 +119,20 @@ impl RemoteBoard {
     /// Joins the job where `launch` says that it meets; returns when all ranks have come.
     ///
     /// # Errors
-    /// If nobody, or somebody else, is there for as long as `timeout`, or the hub refuses the rank.
+    /// If nobody, or somebody else, is there for as long as `timeout`, the hub refuses the rank, or the job fails meanwhile.
     pub(super) fn join(
         launch: &Launch,
         timeout: Duration,
         stop: Arc<AtomicBool>,
-    ) -> Result<RemoteBoard, LaunchError> {
-        let (hub, first) = find_hub(launch, timeout)?;
-        let unreachable = |error: io::Error| launch.unreachable(timeout, &error.to_string());
-        let refused = |why| LaunchError::Refused { why };
+    ) -> Result<RemoteBoard, NotJoined> {
+        let (hub, first) = find_hub(launch, timeout).map_err(NotJoined::Refused)?;
+        let unreachable =
+            |error: io::Error| NotJoined::Refused(launch.unreachable(timeout, &error.to_string()));
+        let refused = |why| NotJoined::Refused(LaunchError::Refused { why });
+        first.join(launch, Place::Rank, timeout).map_err(unreachable)??;
+        // Only now: the hub gives nobody time between greeting and joining, and others may come much later.
         let pulse = Connection::greet(hub, &launch.job).map_err(unreachable)?.map_err(refused)?;
-        first.join(launch, Place::Rank, timeout).map_err(unreachable)?.map_err(refused)?;
-        pulse.join(launch, Place::Pulse, timeout).map_err(unreachable)?.map_err(refused)?;
+        pulse.join(launch, Place::Pulse, timeout).map_err(unreachable)??;
         let shared = Arc::new(Shared {
             launch: launch.clone(),
             hub,
@@ -199,6 +211,7 @@ impl Shared {
         for connection in self.threads().iter().flatten() {
             // Who holds it sends it out.
             if let Ok(mut ends) = connection.ends.try_lock() {
+                // If it breaks, its thread hears of that at its next call, and the pulse below.
                 let _ = ends.writer.flush();
             }
         }
@@ -211,7 +224,7 @@ impl Shared {
             Ok(Reply::Failed { rank, error }) => {
                 self.cause().get_or_insert((rank, error));
             }
-            Ok(other) => drop(self.lost(&io::Error::other(format!("the answer was {other:?}")))),
+            Ok(other) => drop(self.lost(&unexpected(&other))),
             Err(error) => drop(self.lost(&error)),
         }
     }
@@ -221,9 +234,10 @@ impl Shared {
         let why = format!("the process that the job meets at cannot be reached any more: {error}");
         let cause = {
             let mut cause = self.cause();
-            cause.get_or_insert((Rank(0), CommError::PeerFailed { rank: Rank(0), why })).1.clone()
+            cause.get_or_insert((Rank(0), CommError::PeerLost { rank: Rank(0), why })).1.clone()
         };
         for connection in self.threads().iter().flatten() {
+            // One that is shut already is what is wanted.
             let _ = connection.stream.shutdown(Shutdown::Both);
         }
         cause
@@ -236,6 +250,10 @@ impl Shared {
         let connection = self.threads()[thread.0].clone();
         connection.ok_or_else(|| self.lost(&io::ErrorKind::NotConnected.into()))
     }
+}
+
+fn unexpected(reply: &Reply) -> io::Error {
+    io::Error::other(format!("the answer was {reply:?}"))
 }
 
 /// Counts an operation.
@@ -267,7 +285,7 @@ impl Board for RemoteBoard {
         &self,
         thread: ThreadId,
         GroupIndex(group): GroupIndex,
-        position: usize,
+        _: usize,
         signature: OpSignature,
         payload: Payload,
     ) -> Result<u64, CommError> {
@@ -275,7 +293,7 @@ impl Board for RemoteBoard {
         let ends = &mut *connection.lock();
         let bytes = payload.bytes();
         let mut say = || {
-            let post = Request::Post { group, position, signature, len: bytes.len() as u64 };
+            let post = Request::Post { group, signature, len: bytes.len() as u64 };
             wire::write(&mut ends.writer, &post)?;
             ends.writer.write_all(bytes)?;
             ends.writer.flush()
@@ -288,12 +306,12 @@ impl Board for RemoteBoard {
         &self,
         thread: ThreadId,
         GroupIndex(group): GroupIndex,
-        position: usize,
+        _: usize,
         signature: OpSignature,
     ) -> Result<u64, CommError> {
         let connection = self.shared.connection(thread)?;
         let ends = &mut *connection.lock();
-        let said = wire::write(&mut ends.writer, &Request::Announce { group, position, signature });
+        let said = wire::write(&mut ends.writer, &Request::Announce { group, signature });
         said.map_err(|error| self.shared.lost(&error))?;
         Ok(next(&mut ends.groups[group]))
     }
@@ -315,7 +333,7 @@ impl Board for RemoteBoard {
                     Ok(Ok(payloads.collect::<io::Result<Vec<Payload>>>()?))
                 }
                 Reply::Failed { rank, error } => Ok(Err((rank, error))),
-                other => Err(io::Error::other(format!("the answer was {other:?}"))),
+                other => Err(unexpected(&other)),
             }
         };
         match collect() {
@@ -329,10 +347,23 @@ impl Board for RemoteBoard {
         let Shared { launch, hub, timeout, .. } = &*self.shared;
         let connect = || {
             let connection = Connection::greet(*hub, &launch.job)?.map_err(io::Error::other)?;
-            connection.join(launch, Place::Fork, *timeout)?.map_err(io::Error::other)?;
-            Ok(Arc::new(connection))
+            connection.join(launch, Place::Fork, *timeout).map(|joined| joined.map(|()| Arc::new(connection)))
         };
-        let connection = connect().inspect_err(|error| drop(self.shared.lost(error))).ok();
+        let connection = match connect() {
+            Ok(Ok(connection)) => Some(connection),
+            Ok(Err(NotJoined::HasFailed { rank, error })) => {
+                self.shared.cause().get_or_insert((rank, error));
+                None
+            }
+            Ok(Err(NotJoined::Refused(error))) => {
+                self.shared.lost(&io::Error::other(error));
+                None
+            }
+            Err(error) => {
+                self.shared.lost(&error);
+                None
+            }
+        };
         let mut threads = self.shared.threads();
         threads.push(connection);
         ThreadId(threads.len() - 1)

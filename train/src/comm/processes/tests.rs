@@ -1,14 +1,14 @@
 //! Ranks that meet over TCP, here threads of one process: each has nothing of the others but its connections.
 
+use super::hub::GRACE;
 use super::wire::{self, Place, Request};
 use super::{Hub, Launch, LaunchError, run};
 use crate::backend::Backend;
 use crate::comm::host_memory::HostMemory;
 use crate::comm::threads::{RankContext, Reason, World, WorldError, WorldOptions};
-use crate::comm::{Comm, CommError, Reduce};
+use crate::comm::{Comm, CommError, GroupId, Membership, OpSignature, Reduce};
 use mesh::{DType, Group, GroupKind, GroupTable, Rank};
-use std::io::Write;
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,6 +16,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
+/// Of the jobs' names.
+const WORD: &str = "word";
+
+fn job(address: SocketAddr) -> String {
+    format!("{address}/{WORD}")
+}
 
 fn table(num_ranks: u32) -> Arc<GroupTable> {
     let ranks: Vec<Rank> = (0..num_ranks).map(Rank).collect();
@@ -33,11 +39,22 @@ fn run_on<R: Send>(
     timeout: Duration,
     program: impl Fn(&RankContext) -> Result<R, CommError> + Sync,
 ) -> Vec<Result<R, WorldError<CommError>>> {
+    run_after(num_ranks, timeout, |_| Duration::ZERO, program)
+}
+
+/// The same of ranks that start after a while.
+fn run_after<R: Send>(
+    num_ranks: u32,
+    timeout: Duration,
+    delay: impl Fn(u32) -> Duration + Sync,
+    program: impl Fn(&RankContext) -> Result<R, CommError> + Sync,
+) -> Vec<Result<R, WorldError<CommError>>> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = listener.local_addr().unwrap();
-    let hub = Hub::serve(listener, &address.to_string(), num_ranks, timeout).unwrap();
+    let hub = Hub::serve(listener, &job(address), num_ranks, timeout).unwrap();
     let run_rank = |rank| {
-        let environment = Launch::environment(rank, num_ranks, address);
+        thread::sleep(delay(rank));
+        let environment = Launch::environment(rank, num_ranks, address, WORD);
         let launch = Launch::from_environment(|name| {
             environment.iter().find(|(said, _)| *said == name).map(|(_, value)| value.clone())
         });
@@ -147,12 +164,23 @@ fn ranks_that_disagree_or_wait_for_each_other_are_named() {
     assert!(error.contains("deadlock: rank 0 waits in m/tp[0] operation 0"), "{error}");
 }
 
-#[test]
-fn a_connection_that_breaks_is_a_failed_rank() {
+/// A connection of rank 1 of 2 that rank 0 has been waiting for.
+fn joined_as_rank_1(address: SocketAddr) -> TcpStream {
+    let mut stream = TcpStream::connect(address).unwrap();
+    let hello = Request::Hello { program: super::hub::PROGRAM.into(), job: job(address) };
+    wire::write(&mut stream, &hello).unwrap();
+    wire::write(&mut stream, &Request::Join { rank: Rank(1), num_ranks: 2, place: Place::Rank }).unwrap();
+    let _: wire::Reply = wire::read(&mut stream).unwrap();
+    let _: wire::Reply = wire::read(&mut stream).unwrap();
+    stream
+}
+
+/// How rank 0 of 2 ends when rank 1 joins and does this.
+fn rank_0_beside(rank_1: impl FnOnce(&mut TcpStream)) -> String {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = listener.local_addr().unwrap();
-    let hub = Hub::serve(listener, &address.to_string(), 2, TIMEOUT).unwrap();
-    let environment = Launch::environment(0, 2, address);
+    let hub = Hub::serve(listener, &job(address), 2, TIMEOUT).unwrap();
+    let environment = Launch::environment(0, 2, address, WORD);
     let launch = Launch::from_environment(|name| {
         environment.iter().find(|(said, _)| *said == name).map(|(_, value)| value.clone())
     });
@@ -162,20 +190,55 @@ fn a_connection_that_breaks_is_a_failed_rank() {
                 comm(context).gather_bytes("together", &[])
             })
         });
-        // Rank 1 joins, and is gone.
-        let mut stream = TcpStream::connect(address).unwrap();
-        let job = address.to_string();
-        wire::write(&mut stream, &Request::Hello { program: super::hub::PROGRAM.into(), job }).unwrap();
-        wire::write(&mut stream, &Request::Join { rank: Rank(1), num_ranks: 2, place: Place::Rank }).unwrap();
-        stream.flush().unwrap();
-        let _: wire::Reply = wire::read(&mut stream).unwrap();
-        let _: wire::Reply = wire::read(&mut stream).unwrap();
+        let mut stream = joined_as_rank_1(address);
+        rank_1(&mut stream);
+        let outcome = rank_0.join().unwrap();
         drop(stream);
-        rank_0.join().unwrap()
+        outcome
     });
-    let error = outcome.unwrap_err().to_string();
-    assert_eq!(error, "rank 1 failed: its process ended, or cannot be reached any more");
     hub.finish();
+    outcome.unwrap_err().to_string()
+}
+
+#[test]
+fn a_connection_that_breaks_is_a_failed_rank() {
+    let said = rank_0_beside(|stream| stream.shutdown(Shutdown::Both).unwrap());
+    assert_eq!(said, "rank 1 failed: its process ended, or cannot be reached any more");
+}
+
+#[test]
+fn a_rank_that_asks_for_what_cannot_be_is_the_one_that_failed() {
+    let beside = |request: Request| rank_0_beside(|stream| wire::write(stream, &request).unwrap());
+    let group = |ranks: &[u32], position| Request::Group {
+        membership: Membership {
+            id: GroupId { model: "m".into(), kind: GroupKind::Dp, index: 0, purpose: "" },
+            ranks: ranks.iter().copied().map(Rank).collect(),
+            position,
+        },
+    };
+    for (request, why) in [
+        (group(&[0, 7], 0), "m/dp[0] has rank 7, the world has 2 ranks"),
+        (group(&[0, 1], 0), "rank 1 is not at position 0 of m/dp[0]"),
+        (group(&[1], 1), "rank 1 is not at position 1 of m/dp[0]"),
+        (Request::Collect { group: 0, sequence: 0 }, "asked for operation 0 of group 0 without its part"),
+        (
+            Request::Announce { group: 3, signature: OpSignature::Bytes { site: "there" } },
+            "spoke of a group 3 that it had not named",
+        ),
+    ] {
+        assert_eq!(beside(request), format!("rank 1 failed: {why}"));
+    }
+}
+
+#[test]
+fn a_rank_may_come_later_than_a_stranger_may_stay() {
+    let outcomes = run_after(
+        2,
+        TIMEOUT,
+        |rank| rank * (GRACE + Duration::from_secs(1)),
+        |context| comm(context).gather_bytes("together", &[]),
+    );
+    assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
 }
 
 #[test]
@@ -183,8 +246,8 @@ fn whoever_does_not_come_is_named() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = listener.local_addr().unwrap();
     let timeout = Duration::from_millis(300);
-    let hub = Hub::serve(listener, &address.to_string(), 3, timeout).unwrap();
-    let environment = Launch::environment(0, 3, address);
+    let hub = Hub::serve(listener, &job(address), 3, timeout).unwrap();
+    let environment = Launch::environment(0, 3, address, WORD);
     let launch = Launch::from_environment(|name| {
         environment.iter().find(|(said, _)| *said == name).map(|(_, value)| value.clone())
     });
@@ -240,9 +303,9 @@ fn behind_torchrun_ranks_find_the_hub_past_its_agent_and_past_other_jobs() {
 fn the_launcher_asks_all_ranks_to_stop() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = listener.local_addr().unwrap();
-    let hub = Hub::serve(listener, &address.to_string(), 2, TIMEOUT).unwrap();
+    let hub = Hub::serve(listener, &job(address), 2, TIMEOUT).unwrap();
     let run_rank = |rank| {
-        let environment = Launch::environment(rank, 2, address);
+        let environment = Launch::environment(rank, 2, address, WORD);
         let launch = Launch::from_environment(|name| {
             environment.iter().find(|(said, _)| *said == name).map(|(_, value)| value.clone())
         });

@@ -23,20 +23,18 @@ pub(super) enum Request {
         num_ranks: u32,
         place: Place,
     },
-    /// Names the next group.
+    /// Names the next group, of which the rank is the member at the position that is said.
     Group {
         membership: Membership,
     },
     /// `len` bytes follow.
     Post {
         group: usize,
-        position: usize,
         signature: OpSignature,
         len: u64,
     },
     Announce {
         group: usize,
-        position: usize,
         signature: OpSignature,
     },
     /// Answered when the operation is whole.

@@ -7,7 +7,6 @@ use crate::comm::board::{Board, Contributions, GroupIndex, ThreadId};
 use crate::comm::{Blocked, CommError, Desync, GroupId, Membership, OpSignature};
 use mesh::Rank;
 use std::collections::BTreeMap;
-use std::fmt::Display;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -125,6 +124,11 @@ impl LocalBoard {
             readers,
             unread: num_members,
         });
+        if cell.readers != readers {
+            let why =
+                format!("announces operation {sequence} of {} that others post, or posts it", posted.id);
+            return Err(state.fail(rank, CommError::PeerFailed { rank, why }));
+        }
         if cell.signature != signature {
             let desync = Desync {
                 group: posted.id.clone(),
@@ -150,7 +154,7 @@ impl LocalBoard {
             Readers::All => {}
             // Whoever it waits for may have ended.
             Readers::None => {
-                if state.is_stuck() {
+                if state.has_ended(state.missing(group, sequence)) {
                     return Err(state.fail_deadlocked(rank));
                 }
             }
@@ -190,9 +194,31 @@ impl LocalBoard {
         }
     }
 
-    /// Ends the job because `rank` failed, unless it has failed before.
-    pub(in crate::comm) fn fail(&self, rank: Rank, why: &dyn Display) {
-        self.lock().fail(rank, CommError::PeerFailed { rank, why: why.to_string() });
+    /// The group of this membership, as `rank` names it.
+    ///
+    /// # Errors
+    /// Why there is no such group.
+    pub(in crate::comm) fn group_of(
+        &self,
+        rank: Rank,
+        Membership { id, ranks, position }: &Membership,
+    ) -> Result<GroupIndex, String> {
+        if let Some(rank) = ranks.iter().find(|rank| rank.0 >= self.num_ranks) {
+            return Err(format!("{id} has rank {rank}, the world has {} ranks", self.num_ranks));
+        }
+        if ranks.get(*position) != Some(&rank) {
+            return Err(format!("rank {rank} is not at position {position} of {id}"));
+        }
+        let mut state = self.lock();
+        match state.groups.iter().position(|group| group.id == *id) {
+            Some(known) if state.groups[known].ranks == *ranks => Ok(GroupIndex(known)),
+            Some(_) => Err(format!("{id} names two different groups: give each model a name of its own")),
+            None => {
+                let (next, cells) = (vec![0; ranks.len()], BTreeMap::new());
+                state.groups.push(PostedGroup { id: id.clone(), ranks: ranks.clone(), next, cells });
+                Ok(GroupIndex(state.groups.len() - 1))
+            }
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -206,26 +232,9 @@ impl Board for LocalBoard {
         self.num_ranks
     }
 
-    fn group(&self, _: ThreadId, membership: &Membership) -> GroupIndex {
-        let Membership { id, ranks, .. } = membership;
-        for rank in ranks {
-            assert!(rank.0 < self.num_ranks, "{id} has rank {rank}, the world has {} ranks", self.num_ranks);
-        }
-        let mut state = self.lock();
-        let known = state.groups.iter().position(|group| group.id == *id);
-        let index = known.unwrap_or_else(|| {
-            state.groups.push(PostedGroup {
-                id: id.clone(),
-                ranks: ranks.clone(),
-                next: vec![0; ranks.len()],
-                cells: BTreeMap::new(),
-            });
-            state.groups.len() - 1
-        });
-        let agrees = state.groups[index].ranks == *ranks;
-        drop(state);
-        assert!(agrees, "{id} names two different groups: give each model a name of its own");
-        GroupIndex(index)
+    fn group(&self, thread: ThreadId, membership: &Membership) -> GroupIndex {
+        let rank = self.lock().threads[thread.0].rank;
+        self.group_of(rank, membership).unwrap_or_else(|why| panic!("{why}"))
     }
 
     fn post(
@@ -296,7 +305,7 @@ impl Board for LocalBoard {
         let rank = state.threads[thread.0].rank;
         state.threads[thread.0].status = Status::Ended;
         state.live_threads[rank.index()] -= 1;
-        if state.is_stuck() {
+        if state.is_stuck() || state.is_announced_in_vain() {
             state.fail_deadlocked(rank);
         }
     }
@@ -378,7 +387,11 @@ impl State {
         group.ranks.iter().zip(posted).filter(|(_, posted)| posted.is_none()).map(|(rank, _)| *rank)
     }
 
-    /// Whether somebody waits in vain: for a rank that has ended, or because nobody is left that runs.
+    fn has_ended(&self, mut ranks: impl Iterator<Item = Rank>) -> bool {
+        ranks.any(|rank| self.live_threads[rank.index()] == 0)
+    }
+
+    /// Whether somebody who is blocked waits in vain: for a rank that has ended, or because nobody is left that runs.
     fn is_stuck(&self) -> bool {
         let mut runs = false;
         let mut waits = false;
@@ -388,18 +401,21 @@ impl State {
                 Status::Ended => {}
                 Status::Blocked { group, sequence } => {
                     waits = true;
-                    if self.missing(group, sequence).any(|rank| self.live_threads[rank.index()] == 0) {
+                    if self.has_ended(self.missing(group, sequence)) {
                         return true;
                     }
                 }
             }
         }
-        let mut announced = self.groups.iter().flat_map(|group| {
-            let cells = group.cells.values().filter(|cell| cell.readers == Readers::None);
-            cells.flat_map(|cell| group.ranks.iter().zip(&cell.posted))
-        });
-        let is_awaited = |rank: &Rank| self.live_threads[rank.index()] == 0;
-        (waits && !runs) || announced.any(|(rank, posted)| posted.is_none() && is_awaited(rank))
+        waits && !runs
+    }
+
+    /// Whether a member has announced what a rank that has ended never will.
+    fn is_announced_in_vain(&self) -> bool {
+        self.groups.iter().zip(0..).any(|(group, index)| {
+            let mut announced = group.cells.iter().filter(|(_, cell)| cell.readers == Readers::None);
+            announced.any(|(sequence, _)| self.has_ended(self.missing(GroupIndex(index), *sequence)))
+        })
     }
 
     /// Everyone who waits: in an operation, or for members that announce what others have announced.
