@@ -183,7 +183,7 @@ fn check_before_ranks_start(said: &Prepared) -> anyhow::Result<()> {
 fn config(said: &Prepared, continued: Option<&Checkpoint>) -> anyhow::Result<TrainConfig> {
     let saved = continued.map(|checkpoint| SavedRun::of(checkpoint.commit())).transpose()?;
     let saved = saved.as_ref().map(|saved| &saved.config);
-    Ok(resolve::config(&said.args, said.parallel, said.tokenizer.as_ref(), saved)?)
+    resolve::config(&said.args, said.parallel, said.tokenizer.as_ref(), saved)
 }
 
 /// A run of `config` that can be trained here, from `start` on.
